@@ -1,0 +1,1 @@
+"""The versioned artifact: manifest, reader, writer."""

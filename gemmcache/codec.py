@@ -1,0 +1,205 @@
+"""The one canonical encoding: msgpack with sorted text keys, no floats in keys, bounded decoding.
+
+`decode(encode(v)) == v`, and `decode` refuses any bytes that `encode` would not have written, so equal
+values have equal bytes and equal digests. Format: https://github.com/msgpack/msgpack/blob/master/spec.md,
+restricted to nil, bool, int, str, bin, array and map with str keys (and float64 where allowed).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import msgpack
+
+from gemmcache.errors import IntegrityError, UsageError
+
+Value: TypeAlias = Any  # None | bool | int | float | str | bytes | list[Value] | dict[str, Value]
+
+MAX_DEPTH = 16
+MAX_BYTES = 64 << 20
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+
+
+def _canonical(value: object, floats: bool, depth: int) -> Value:
+    """A copy of `value` in canonical form: tuples as lists, maps with keys in code point order."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"value is nested deeper than {MAX_DEPTH} levels")
+    if value is None or isinstance(value, (bool, str, bytes)):
+        return value
+    if isinstance(value, int):
+        if not _INT_MIN <= value <= _INT_MAX:
+            raise UsageError(f"integer {value} does not fit in 64 bits")
+        return value
+    if isinstance(value, float):
+        if not floats:
+            raise UsageError(f"a key can't hold the float {value!r}", remedy="use an integer or a string")
+        if not math.isfinite(value):
+            raise UsageError(f"{value!r} can't be stored")
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_canonical(v, floats, depth + 1) for v in value]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UsageError(f"map key {key!r} is not a string")
+        return {k: _canonical(value[k], floats, depth + 1) for k in sorted(value)}
+    raise UsageError(f"a {type(value).__name__} can't be encoded")
+
+
+def encode(value: object, *, floats: bool = False) -> bytes:
+    """Canonical bytes of `value`.
+
+    Raises `UsageError` for types, floats (unless `floats`), non-finite numbers or nesting that the
+    format does not allow.
+    """
+    try:
+        data: bytes = msgpack.packb(_canonical(value, floats, 0), use_bin_type=True)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"text can't be encoded as UTF-8: {error}") from error
+    return data
+
+
+def decode(data: bytes, *, floats: bool = False, max_bytes: int = MAX_BYTES, what: str = "data") -> Value:
+    """The value that canonical `data` encodes. `what` names the data in error messages.
+
+    Raises `IntegrityError` if `data` is longer than `max_bytes`, truncated, not msgpack, nested deeper
+    than `MAX_DEPTH`, or not exactly what `encode` writes (duplicate or unsorted keys, longer number
+    forms, extension types, trailing bytes, floats where not allowed).
+    """
+    if len(data) > max_bytes:
+        raise IntegrityError(f"{what} has {len(data)} bytes, more than the {max_bytes} allowed")
+    try:
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True)
+    except Exception as error:  # noqa: BLE001 - msgpack raises ValueError, TypeError, its own and more
+        raise IntegrityError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
+    try:
+        again = encode(value, floats=floats)
+    except UsageError as error:
+        raise IntegrityError(f"{what} is not canonical: {error.message}") from error
+    if again != data:
+        raise IntegrityError(f"{what} is not in canonical form (duplicate or unsorted keys, or longer forms)")
+    return value
+
+
+def digest(kind: str, value: object) -> str:
+    """sha256, as 64 hex digits, of the canonical encoding of `[kind, value]`.
+
+    `kind` separates the domains, so that two things of different kinds never share a digest.
+    """
+    return hashlib.sha256(encode([kind, value])).hexdigest()
+
+
+def bytes_digest(data: bytes | memoryview) -> str:
+    """sha256 of raw bytes as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def is_digest(text: object) -> bool:
+    """Whether `text` is a sha256 digest as this package writes them."""
+    return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+class Fields:
+    """Typed access to the fields of a decoded map; every complaint names the field and where it is.
+
+    `kind` is the error class to raise: `IntegrityError` for stored bytes, `UsageError` for files that
+    people write.
+    """
+
+    def __init__(
+        self, value: object, where: str, *, kind: type[IntegrityError] | type[UsageError] = IntegrityError
+    ) -> None:
+        self.where = where
+        self.kind = kind
+        if not isinstance(value, Mapping):
+            raise kind(f"{where}: expected a map, found {type(value).__name__}")
+        self._value: Mapping[str, object] = value
+        self._seen: set[str] = set()
+
+    def fail(self, name: str, problem: str) -> IntegrityError | UsageError:
+        return self.kind(f"{self.where}: field '{name}' {problem}")
+
+    def raw(self, name: str, *default: object) -> Any:
+        self._seen.add(name)
+        if name in self._value:
+            return self._value[name]
+        if default:
+            return default[0]
+        raise self.fail(name, "is missing")
+
+    def _typed(self, name: str, kinds: tuple[type, ...], what: str, default: tuple[object, ...]) -> Any:
+        value = self.raw(name, *default)
+        if default and value is default[0]:
+            return value
+        # bool is an int to isinstance; a flag where a number belongs is an error in the file.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise self.fail(name, f"must be {what}, not {type(value).__name__}")
+        return value
+
+    def text(self, name: str, *default: str) -> str:
+        value: str = self._typed(name, (str,), "text", default)
+        return value
+
+    def opt_text(self, name: str) -> str | None:
+        value = self.raw(name, None)
+        if value is not None and not isinstance(value, str):
+            raise self.fail(name, f"must be text, not {type(value).__name__}")
+        return value
+
+    def integer(self, name: str, *default: int, low: int = 0, high: int = _INT_MAX) -> int:
+        value: int = self._typed(name, (int,), "an integer", default)
+        if not low <= value <= high:
+            raise self.fail(name, f"is {value}, outside {low}..{high}")
+        return value
+
+    def number(self, name: str, *default: float) -> float:
+        return float(self._typed(name, (int, float), "a number", default))
+
+    def opt_number(self, name: str) -> float | None:
+        return None if self.raw(name, None) is None else self.number(name)
+
+    def flag(self, name: str, *default: bool) -> bool:
+        return bool(self._typed(name, (bool,), "true or false", default))
+
+    def digest(self, name: str) -> str:
+        value = self.raw(name)
+        if not is_digest(value):
+            raise self.fail(name, "is not a sha256 digest of 64 lower-case hex digits")
+        return str(value)
+
+    def opt_digest(self, name: str) -> str | None:
+        return None if self.raw(name, None) is None else self.digest(name)
+
+    def choice(self, name: str, allowed: Iterable[str], *default: str) -> str:
+        value = self.text(name, *default)
+        options = tuple(allowed)
+        if value not in options:
+            raise self.fail(name, f"is '{value}', not one of {', '.join(options)}")
+        return value
+
+    def items(self, name: str, *default: list[Any], most: int = 1 << 20) -> list[Any]:
+        value = self._typed(name, (list, tuple), "a list", default)
+        if len(value) > most:
+            raise self.fail(name, f"has {len(value)} items, more than the {most} allowed")
+        return list(value)
+
+    def sub(self, name: str) -> Fields:
+        return Fields(self.raw(name), f"{self.where}.{name}", kind=self.kind)
+
+    def subs(self, name: str, *, most: int = 1 << 20) -> list[Fields]:
+        return [
+            Fields(v, f"{self.where}.{name}[{i}]", kind=self.kind)
+            for i, v in enumerate(self.items(name, most=most))
+        ]
+
+    def extra(self) -> dict[str, Any]:
+        """Fields that nothing asked for: newer minor versions may add some; they are kept."""
+        return {k: v for k, v in self._value.items() if k not in self._seen}
+
+    def done(self) -> None:
+        """Refuses fields that nothing asked for, where a key must be complete."""
+        for name in self.extra():
+            raise self.fail(name, "is not known here")

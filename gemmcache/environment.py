@@ -1,0 +1,140 @@
+"""What a measurement or a bundle was made with: target, driver and versions, each None where unknown."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+
+from gemmcache import codec
+from gemmcache.target import Target, detect_target
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """The versions that determine the bytes of a compiled kernel."""
+
+    dsl: str | None = None
+    tvm_ffi: str | None = None
+    #: kernel family name -> digest of its sources, sorted by name
+    kernel_sources: tuple[tuple[str, str], ...] = ()
+
+    def to_value(self) -> dict[str, codec.Value]:
+        return {"dsl": self.dsl, "tvm_ffi": self.tvm_ffi, "kernel_sources": dict(self.kernel_sources)}
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> Toolchain:
+        sources = fields.sub("kernel_sources")
+        names = sources.extra()
+        toolchain = cls(
+            dsl=fields.opt_text("dsl"),
+            tvm_ffi=fields.opt_text("tvm_ffi"),
+            kernel_sources=tuple((name, sources.text(name)) for name in sorted(names)),
+        )
+        fields.done()
+        return toolchain
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where a measurement was taken. Versions as their own tools write them; None is unknown, never a guess."""
+
+    target: Target
+    toolchain: Toolchain
+    driver: str | None = None
+    cuda_runtime: str | None = None
+    torch: str | None = None
+    cublas: str | None = None
+
+    def to_value(self) -> dict[str, codec.Value]:
+        return {
+            "target": self.target.to_value(),
+            "toolchain": self.toolchain.to_value(),
+            "driver": self.driver,
+            "cuda_runtime": self.cuda_runtime,
+            "torch": self.torch,
+            "cublas": self.cublas,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> Environment:
+        environment = cls(
+            target=Target.from_fields(fields.sub("target")),
+            toolchain=Toolchain.from_fields(fields.sub("toolchain")),
+            driver=fields.opt_text("driver"),
+            cuda_runtime=fields.opt_text("cuda_runtime"),
+            torch=fields.opt_text("torch"),
+            cublas=fields.opt_text("cublas"),
+        )
+        fields.done()
+        return environment
+
+    @classmethod
+    def from_value(cls, value: object, where: str = "environment") -> Environment:
+        return cls.from_fields(codec.Fields(value, where))
+
+    @property
+    def digest(self) -> str:
+        """sha256 that names this environment; any field changes it."""
+        return codec.digest("environment", self.to_value())
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a pip package, None if it is not installed. Nothing is imported."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def package_digest(name: str, folder: str) -> str | None:
+    """sha256 over the Python sources that pip package `name` installed under `folder`, None if it is absent.
+
+    Names and contents go in, so a patched installation differs from the release. Nothing is imported.
+    """
+    try:
+        files = metadata.files(name) or []
+    except metadata.PackageNotFoundError:
+        return None
+    total = hashlib.sha256()
+    for file in sorted(files, key=str):
+        if file.suffix == ".py" and folder in str(file):
+            data = Path(str(file.locate())).read_bytes()
+            total.update(f"{str(file).partition(folder)[2]}\0{len(data)}\0".encode())
+            total.update(data)
+    return total.hexdigest()
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version through NVML, without a CUDA context; None where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        try:
+            version = pynvml.nvmlSystemGetDriverVersion()
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def detect_environment(toolchain: Toolchain, device: int = 0) -> Environment:
+    """The environment of this process and `device`. Raises `DeviceError` without a CUDA device."""
+    import torch
+
+    target = detect_target(device)
+    return Environment(
+        target=target,
+        toolchain=toolchain,
+        driver=driver_version(),
+        cuda_runtime=torch.version.cuda,
+        torch=torch.__version__,
+        cublas=package_version("nvidia-cublas") or package_version("nvidia-cublas-cu12"),
+    )

@@ -1,0 +1,1 @@
+"""Kernel families: where kernels come from."""

@@ -1,0 +1,1 @@
+"""Problems from model configs, traces and lists."""

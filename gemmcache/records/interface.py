@@ -1,0 +1,194 @@
+"""Tuning records: what was measured, where, how, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from gemmcache import codec
+from gemmcache.environment import Environment
+from gemmcache.kernels.interface import Config
+from gemmcache.problem import Problem
+from gemmcache.target import Target
+
+RECORD_FORMAT = 1
+
+OK, WRONG, FAILED, FLAGGED = "ok", "wrong", "failed", "flagged"
+KERNEL, LIBRARY = "kernel", "library"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementPolicy:
+    """How a record was measured and judged; part of the record. Ratios are in thousandths, so that keys hold no floats."""
+
+    #: Inputs rotate over at least this many times the L2 size.
+    l2_multiple: int = 3
+    #: Interleaved repeats of the finalists, and of all candidates in the screening before.
+    final_rounds: int = 9
+    screening_rounds: int = 2
+    #: How many candidates of the screening go to the finals.
+    finalists: int = 8
+    #: Launches in one CUDA graph: at least this many, and enough for `min_graph_us`.
+    min_launches: int = 4
+    min_graph_us: int = 250
+    #: Largest relative error ||out - ref|| / ||ref|| against an fp32 reference, in thousandths.
+    max_error_milli: int = 10
+    #: A winner must beat incumbent and library by more than this, in thousandths of the slower time.
+    tie_milli: int = 5
+    #: Rounds of the bootstrap behind confidence intervals, and its seed.
+    bootstrap: int = 400
+    seed: int = 0
+    version: int = 1
+
+    def to_value(self) -> dict[str, codec.Value]:
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> MeasurementPolicy:
+        names = cls.__dataclass_fields__
+        policy = cls(**{name: fields.integer(name) for name in names})
+        fields.done()
+        return policy
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One candidate's outcome. `samples_us` are microseconds a launch, one per interleaved round.
+
+    `status`: `ok`; `wrong` (numbers outside the policy's error); `failed` (did not compile, crashed or hung);
+    `flagged` (samples that can't be trusted). `error` is the largest relative error found, None if not checked.
+    """
+
+    config: Config
+    status: str
+    samples_us: tuple[float, ...] = ()
+    error: float | None = None
+    detail: str = ""
+
+    @property
+    def us(self) -> float:
+        """Median microseconds; infinity without samples."""
+        return median(self.samples_us) if self.samples_us else float("inf")
+
+    def to_value(self) -> dict[str, codec.Value]:
+        return {
+            "config": self.config.to_value(),
+            "status": self.status,
+            "samples_us": list(self.samples_us),
+            "error": self.error,
+            "detail": self.detail,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> Trial:
+        trial = cls(
+            config=Config.from_fields(fields.sub("config")),
+            status=fields.choice("status", (OK, WRONG, FAILED, FLAGGED)),
+            samples_us=_samples(fields, "samples_us"),
+            error=fields.opt_number("error"),
+            detail=fields.text("detail"),
+        )
+        fields.done()
+        return trial
+
+
+def _samples(fields: codec.Fields, name: str) -> tuple[float, ...]:
+    samples = fields.items(name, most=4096)
+    if not all(isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in samples):
+        raise fields.fail(name, "must hold positive numbers")
+    return tuple(float(s) for s in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningRecord:
+    """The outcome of tuning one problem in one environment.
+
+    `choice` is `kernel` or `library`; a chosen kernel is `trials[0].config`. Trials are the top candidates, best
+    first, then the wrong and failed ones that would have been among them. `baseline_us` are the library's samples.
+    `measured_at` is UTC in ISO 8601 (`2026-12-01T12:00:00Z`) and `conditions` are clocks, power and the like, as
+    numbers; neither is part of a key.
+    """
+
+    problem: Problem
+    environment: Environment
+    policy: MeasurementPolicy
+    choice: str
+    trials: tuple[Trial, ...]
+    baseline: str
+    baseline_us: tuple[float, ...]
+    measured_at: str
+    conditions: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def library_us(self) -> float:
+        """Median microseconds of the library."""
+        return median(self.baseline_us)
+
+    @property
+    def winner(self) -> Trial | None:
+        """The chosen kernel's trial; None where the library was chosen."""
+        return self.trials[0] if self.choice == KERNEL else None
+
+    @property
+    def speedup(self) -> float:
+        """Library time over the time of what was chosen: 1.0 where the library was chosen."""
+        return self.library_us / self.winner.us if self.winner else 1.0
+
+    def to_value(self) -> dict[str, codec.Value]:
+        return {
+            "format": RECORD_FORMAT,
+            "problem": self.problem.to_value(),
+            "environment": self.environment.to_value(),
+            "policy": self.policy.to_value(),
+            "choice": self.choice,
+            "trials": [t.to_value() for t in self.trials],
+            "baseline": self.baseline,
+            "baseline_us": list(self.baseline_us),
+            "measured_at": self.measured_at,
+            "conditions": dict(self.conditions),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> TuningRecord:
+        fields.integer("format", low=RECORD_FORMAT, high=RECORD_FORMAT)
+        conditions = fields.sub("conditions")
+        record = cls(
+            problem=Problem.from_fields(fields.sub("problem")),
+            environment=Environment.from_fields(fields.sub("environment")),
+            policy=MeasurementPolicy.from_fields(fields.sub("policy")),
+            choice=fields.choice("choice", (KERNEL, LIBRARY)),
+            trials=tuple(Trial.from_fields(f) for f in fields.subs("trials", most=4096)),
+            baseline=fields.text("baseline"),
+            baseline_us=_samples(fields, "baseline_us"),
+            measured_at=fields.text("measured_at"),
+            conditions=tuple((name, conditions.number(name)) for name in sorted(conditions.extra())),
+        )
+        if not record.baseline_us:
+            raise fields.fail("baseline_us", "is empty")
+        if record.choice == KERNEL and (
+            not record.trials or record.trials[0].status != OK or record.trials[0].us >= record.library_us
+        ):
+            raise fields.fail("choice", "names a kernel that did not beat the library in this very record")
+        fields.done()
+        return record
+
+    @classmethod
+    def from_value(cls, value: object, where: str = "tuning record") -> TuningRecord:
+        return cls.from_fields(codec.Fields(value, where))
+
+    @property
+    def slot(self) -> str:
+        """sha256 of what is looked up: the problem on the target. Records of other drivers share the slot."""
+        return slot_digest(self.problem, self.environment.target)
+
+    @property
+    def digest(self) -> str:
+        """sha256 that names this record: problem, environment and measurement policy."""
+        return codec.digest(
+            "tuning-record", [self.problem.to_value(), self.environment.to_value(), self.policy.to_value()]
+        )
+
+
+def slot_digest(problem: Problem, target: Target) -> str:
+    """sha256 of a problem on a target: the key under which records are stored and found."""
+    return codec.digest("record-slot", [problem.to_value(), target.key])

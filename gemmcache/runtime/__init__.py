@@ -1,0 +1,1 @@
+"""Serving kernels from a bundle, with no compiler and no tuner."""
