@@ -20,6 +20,10 @@ Value: TypeAlias = Any  # None | bool | int | float | str | bytes | list[Value] 
 
 MAX_DEPTH = 16
 MAX_BYTES = 64 << 20
+#: Items of one list. The decoder allocates a list by its declared length, before it has seen an item.
+MAX_ITEMS = 1 << 16
+#: Lists, maps and items of all of them together: an empty map is one byte of input and 64 of memory.
+MAX_TOTAL = 1 << 22
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
@@ -31,7 +35,8 @@ def _canonical(value: object, floats: bool, depth: int) -> Value:
         return value
     if isinstance(value, int):
         if not _INT_MIN <= value <= _INT_MAX:
-            raise UsageError(f"integer {value} does not fit in 64 bits")
+            # Not the number itself: Python refuses to print very long ones.
+            raise UsageError(f"an integer of {value.bit_length()} bits does not fit in 64")
         return value
     if isinstance(value, float):
         if not floats:
@@ -40,6 +45,8 @@ def _canonical(value: object, floats: bool, depth: int) -> Value:
             raise UsageError(f"{value!r} can't be stored")
         return value
     if isinstance(value, (list, tuple)):
+        if len(value) > MAX_ITEMS:
+            raise UsageError(f"a list of {len(value)} items is longer than the {MAX_ITEMS} allowed")
         return [_canonical(v, floats, depth + 1) for v in value]
     if isinstance(value, Mapping):
         for key in value:
@@ -52,8 +59,8 @@ def _canonical(value: object, floats: bool, depth: int) -> Value:
 def encode(value: object, *, floats: bool = False) -> bytes:
     """Canonical bytes of `value`.
 
-    Raises `UsageError` for types, floats (unless `floats`), non-finite numbers or nesting that the
-    format does not allow.
+    Raises `UsageError` for types, floats (unless `floats`), non-finite numbers, list lengths or nesting
+    that the format does not allow.
     """
     try:
         data: bytes = msgpack.packb(_canonical(value, floats, 0), use_bin_type=True)
@@ -62,18 +69,45 @@ def encode(value: object, *, floats: bool = False) -> bytes:
     return data
 
 
-def decode(data: bytes, *, floats: bool = False, max_bytes: int = MAX_BYTES, what: str = "data") -> Value:
+def decode(
+    data: bytes,
+    *,
+    floats: bool = False,
+    max_bytes: int = MAX_BYTES,
+    max_total: int = MAX_TOTAL,
+    what: str = "data",
+) -> Value:
     """The value that canonical `data` encodes. `what` names the data in error messages.
 
-    Raises `IntegrityError` if `data` is longer than `max_bytes`, truncated, not msgpack, nested deeper
-    than `MAX_DEPTH`, or not exactly what `encode` writes (duplicate or unsorted keys, longer number
-    forms, extension types, trailing bytes, floats where not allowed).
+    Raises `IntegrityError` if `data` is longer than `max_bytes`, has more than `max_total` lists, maps and
+    items in them, is truncated, not msgpack, nested deeper than `MAX_DEPTH`, or not exactly what `encode`
+    writes (duplicate or unsorted keys, longer number forms, extension types, trailing bytes, floats where
+    not allowed).
     """
     if len(data) > max_bytes:
         raise IntegrityError(f"{what} has {len(data)} bytes, more than the {max_bytes} allowed")
+    total = 0
+
+    def count(container: Value) -> Value:
+        # While decoding, not after: by then the memory would be taken.
+        nonlocal total
+        total += 1 + len(container)
+        if total > max_total:
+            raise ValueError(f"more than {max_total} items")
+        return container
+
     try:
-        value = msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True)
-    except Exception as error:  # noqa: BLE001 - msgpack raises ValueError, TypeError, its own and more
+        value = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            object_hook=count,
+            list_hook=count,
+            max_array_len=min(len(data), MAX_ITEMS),
+            max_ext_len=0,
+        )
+    except Exception as error:  # msgpack raises ValueError, TypeError, its own and more
         raise IntegrityError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
     try:
         again = encode(value, floats=floats)
@@ -102,6 +136,17 @@ def is_digest(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
+def finite(value: object) -> float | None:
+    """`value` as a float; None unless it is an integer or a float (not a flag) and finite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 class Fields:
     """Typed access to the fields of a decoded map; every complaint names the field and where it is.
 
@@ -116,6 +161,9 @@ class Fields:
         self.kind = kind
         if not isinstance(value, Mapping):
             raise kind(f"{where}: expected a map, found {type(value).__name__}")
+        for key in value:
+            if not isinstance(key, str):
+                raise kind(f"{where}: key {key!r} is not text")
         self._value: Mapping[str, object] = value
         self._seen: set[str] = set()
 
@@ -156,7 +204,11 @@ class Fields:
         return value
 
     def number(self, name: str, *default: float) -> float:
-        return float(self._typed(name, (int, float), "a number", default))
+        """A finite number; JSON files can hold NaN, infinities and integers beyond every float."""
+        value = finite(self._typed(name, (int, float), "a number", default))
+        if value is None:
+            raise self.fail(name, "is not a finite number")
+        return value
 
     def opt_number(self, name: str) -> float | None:
         return None if self.raw(name, None) is None else self.number(name)
@@ -191,8 +243,7 @@ class Fields:
 
     def subs(self, name: str, *, most: int = 1 << 20) -> list[Fields]:
         return [
-            Fields(v, f"{self.where}.{name}[{i}]", kind=self.kind)
-            for i, v in enumerate(self.items(name, most=most))
+            Fields(v, f"{self.where}.{name}[{i}]", kind=self.kind) for i, v in enumerate(self.items(name, most=most))
         ]
 
     def extra(self) -> dict[str, Any]:

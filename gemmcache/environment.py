@@ -9,7 +9,11 @@ from importlib import metadata
 from pathlib import Path
 
 from gemmcache import codec
+from gemmcache.errors import StorageError
 from gemmcache.target import Target, detect_target
+
+#: The CUDA major whose flavour of the DSL compiles kernels here; the base install brings its runtime library.
+CUDA_MAJOR = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +21,22 @@ class Toolchain:
     """The versions that determine the bytes of a compiled kernel."""
 
     dsl: str | None = None
+    #: CUDA major of the DSL's flavour: it brings ptxas, and names the runtime library that serves the kernels.
+    cuda_major: int | None = None
     tvm_ffi: str | None = None
     #: kernel family name -> digest of its sources, sorted by name
     kernel_sources: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kernel_sources", tuple(sorted(self.kernel_sources)))
+
     def to_value(self) -> dict[str, codec.Value]:
-        return {"dsl": self.dsl, "tvm_ffi": self.tvm_ffi, "kernel_sources": dict(self.kernel_sources)}
+        return {
+            "dsl": self.dsl,
+            "cuda_major": self.cuda_major,
+            "tvm_ffi": self.tvm_ffi,
+            "kernel_sources": dict(self.kernel_sources),
+        }
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Toolchain:
@@ -30,6 +44,7 @@ class Toolchain:
         names = sources.extra()
         toolchain = cls(
             dsl=fields.opt_text("dsl"),
+            cuda_major=None if fields.raw("cuda_major") is None else fields.integer("cuda_major", low=1, high=99),
             tvm_ffi=fields.opt_text("tvm_ffi"),
             kernel_sources=tuple((name, sources.text(name)) for name in sorted(names)),
         )
@@ -39,7 +54,7 @@ class Toolchain:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a measurement was taken. Versions as their own tools write them; None is unknown, never a guess."""
+    """Where a measurement was taken. Versions as their own tools write them; None is unknown."""
 
     target: Target
     toolchain: Toolchain
@@ -91,21 +106,28 @@ def package_version(name: str) -> str | None:
 
 @lru_cache(maxsize=64)
 def package_digest(name: str, folder: str) -> str | None:
-    """sha256 over the Python sources that pip package `name` installed under `folder`, None if it is absent.
+    """sha256 over the Python sources that pip package `name` installed under `folder`.
 
-    Names and contents go in, so a patched installation differs from the release. Nothing is imported.
+    None if the package is absent or lists no such source. Names and contents go in, so a patched
+    installation differs from the release. Nothing is imported. Raises `StorageError` for a source that is
+    listed and can't be read.
     """
     try:
         files = metadata.files(name) or []
     except metadata.PackageNotFoundError:
         return None
+    sources = sorted((f for f in files if f.suffix == ".py" and folder in str(f)), key=str)
     total = hashlib.sha256()
-    for file in sorted(files, key=str):
-        if file.suffix == ".py" and folder in str(file):
+    for file in sources:
+        try:
             data = Path(str(file.locate())).read_bytes()
-            total.update(f"{str(file).partition(folder)[2]}\0{len(data)}\0".encode())
-            total.update(data)
-    return total.hexdigest()
+        except OSError as error:
+            raise StorageError(
+                f"source {file} of package '{name}' can't be read: {error}", remedy=f"reinstall {name}"
+            ) from error
+        total.update(f"{str(file).partition(folder)[2]}\0{len(data)}\0".encode())
+        total.update(data)
+    return total.hexdigest() if sources else None
 
 
 def driver_version() -> str | None:
@@ -135,6 +157,7 @@ def detect_environment(toolchain: Toolchain, device: int = 0) -> Environment:
         toolchain=toolchain,
         driver=driver_version(),
         cuda_runtime=torch.version.cuda,
-        torch=torch.__version__,
+        # A plain str: torch's own class compares by version, not by text.
+        torch=str(torch.__version__),
         cublas=package_version("nvidia-cublas") or package_version("nvidia-cublas-cu12"),
     )

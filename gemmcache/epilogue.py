@@ -5,7 +5,8 @@ With `acc = a @ b.T` in the accumulator dtype, the steps apply in this order, wh
     scale        acc * scale_a * scale_b      per tensor, per row of a, per column of out (row of b)
     bias         + bias[N]                    a row vector
     activation   relu | gelu | gelu_tanh | silu
-    gate         swiglu | geglu               the weight holds [gate; up] halves: act(acc[:, :N/2]) * acc[:, N/2:]
+    gate         swiglu | geglu               act(acc[:, :N/2]) * acc[:, N/2:], the weight holds [gate; up]
+                                              halves; act is silu for swiglu, gelu (erf) for geglu
     residual     + beta * residual[M, N]      beta is 1 unless written as residual*BETA
 
 and the result is rounded once to the out dtype. `Epilogue.parse("bias+gelu_tanh")` reads the text form,
@@ -60,7 +61,8 @@ class Epilogue:
         """Reads steps joined by `+`, in any order; `none` or the empty text for no epilogue.
 
         Steps: `scale_tensor`, `scale_row`, `scale_column`, `scale_row_column`, `bias`, an activation, a
-        gate, `residual` or `residual*BETA`. Raises `UsageError` for an unknown or repeated step.
+        gate, `residual` or `residual*BETA`. The order they are written in changes nothing.
+        Raises `UsageError` for an unknown or repeated step.
         """
         fields: dict[str, object] = {}
 
@@ -83,7 +85,7 @@ class Epilogue:
                 put("gate", step)
             elif step == "residual" or step.startswith("residual*"):
                 put("residual", True)
-                fields["beta"] = step.partition("*")[2] or "1"
+                fields["beta"] = step.partition("*")[2] if "*" in step else "1"
             else:
                 steps = ", ".join(["scale_...", "bias", *ACTIVATIONS, *GATES, "residual"])
                 raise UsageError(f"epilogue step '{step}' is not known", remedy=f"one of {steps}")

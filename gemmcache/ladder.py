@@ -24,7 +24,7 @@ INSIDE, BELOW, GAP, ABOVE = "inside", "below", "gap", "above"
 
 
 def first_of_step(previous: int, bound: int) -> int:
-    """The smallest m that the step ending at `bound` answers for, `previous` being the bound before (or 0)."""
+    """The smallest m that the step ending at `bound` answers for; `previous` is the bound before, or 0."""
     return max(previous, bound // 2) + 1
 
 

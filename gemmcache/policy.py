@@ -1,4 +1,4 @@
-"""The compatibility policy: one table from differences to verdicts, used by load, check, build and records."""
+"""The compatibility policy: one table from differences to verdicts, for load, check, build and records."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rule:
 #: Order is that of reports. `unknown` applies when either side does not know the value.
 RULES: tuple[Rule, ...] = (
     Rule("arch", Verdict.REFUSED, Verdict.REFUSED, "build a bundle for this GPU: gemmcache build --target"),
-    Rule("host", Verdict.REFUSED, Verdict.REFUSED, "build the bundle on a machine with this CPU's level, or lower"),
+    Rule("host", Verdict.REFUSED, Verdict.REFUSED, "build the bundle on a machine of this CPU's level or lower"),
     Rule("tvm_ffi", Verdict.REFUSED, Verdict.STALE, "install the apache-tvm-ffi minor version of the bundle"),
     Rule("sm_count", Verdict.STALE, Verdict.STALE, "tune on this GPU and build again"),
     Rule("product", Verdict.STALE, Verdict.STALE, "tune on this GPU and build again"),
@@ -93,7 +93,8 @@ class Facts:
 
     @classmethod
     def of_target(cls, target: Target, **others: str | Host | None) -> Facts:
-        return cls(arch=target.arch, sm_count=target.sm_count, product=target.product, **others)  # type: ignore[arg-type]
+        """The facts of a target; `others` are the remaining fields by name."""
+        return cls(target.arch, sm_count=target.sm_count, product=target.product, **others)  # type: ignore[arg-type]
 
     @classmethod
     def of_environment(cls, environment: Environment, host: Host | None) -> Facts:
@@ -119,6 +120,12 @@ def _same(field: str, expected: object, found: object) -> bool:
     return expected == found
 
 
+def _shown(value: object) -> str | None:
+    if isinstance(value, Host):
+        return f"{value.arch} {value.isa} {value.libc}"
+    return None if value is None else str(value)
+
+
 def judge(expected: Facts, found: Facts) -> Judgement:
     """Compares what a bundle was made for (`expected`) with its surroundings (`found`)."""
     differences = []
@@ -130,6 +137,5 @@ def judge(expected: Facts, found: Facts) -> Judgement:
             continue
         else:
             verdict = rule.verdict
-        shown = [None if v is None else f"{v.arch} {v.isa}" if isinstance(v, Host) else str(v) for v in (a, b)]
-        differences.append(Difference(rule.field, shown[0], shown[1], verdict, rule.remedy))
+        differences.append(Difference(rule.field, _shown(a), _shown(b), verdict, rule.remedy))
     return Judgement(tuple(differences))

@@ -15,6 +15,8 @@ A_LAYOUTS = ("mk", "km")
 B_LAYOUTS = ("nk", "kn")
 OUT_LAYOUTS = ("mn", "nm")
 
+_TEXTS = ("a_dtype", "b_dtype", "out_dtype", "acc_dtype", "a_layout", "b_layout", "out_layout")
+
 
 @dataclass(frozen=True, slots=True)
 class ProblemFamily:
@@ -46,7 +48,9 @@ class ProblemFamily:
         self.epilogue.out_columns(self.n)
 
     @classmethod
-    def of(cls, n: int, k: int, dtype: str = "bfloat16", epilogue: str = "none", out: str | None = None) -> ProblemFamily:
+    def of(
+        cls, n: int, k: int, dtype: str = "bfloat16", epilogue: str = "none", out: str | None = None
+    ) -> ProblemFamily:
         """The family for operands of one dtype (names or aliases), out of the same unless given."""
         name = dtypes.dtype_name(dtype)
         return cls(
@@ -70,23 +74,14 @@ class ProblemFamily:
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> ProblemFamily:
         """Reads a family out of `fields`, complete and with nothing unknown."""
+        sizes = {name: fields.integer(name, low=1, high=MAX_DIM) for name in ("n", "k", "batch")}
+        texts = {name: fields.text(name) for name in _TEXTS}
+        epilogue = fields.text("epilogue")
         try:
-            family = cls(
-                n=fields.integer("n", low=1, high=MAX_DIM),
-                k=fields.integer("k", low=1, high=MAX_DIM),
-                a_dtype=fields.text("a_dtype"),
-                b_dtype=fields.text("b_dtype"),
-                out_dtype=fields.text("out_dtype"),
-                acc_dtype=fields.text("acc_dtype"),
-                batch=fields.integer("batch", low=1, high=MAX_DIM),
-                a_layout=fields.text("a_layout"),
-                b_layout=fields.text("b_layout"),
-                out_layout=fields.text("out_layout"),
-                epilogue=Epilogue.parse(fields.text("epilogue")),
-            )
+            family = cls(**sizes, **texts, epilogue=Epilogue.parse(epilogue))  # type: ignore[arg-type]
         except UsageError as error:
-            raise fields.kind(f"{fields.where}: {error.message}") from error
-        if str(family.epilogue) != fields.text("epilogue"):
+            raise fields.kind(f"{fields.where}: {error.message}", remedy=error.remedy) from error
+        if str(family.epilogue) != epilogue:
             raise fields.fail("epilogue", "is not in canonical form")
         fields.done()
         return family

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gemmcache import codec
 from gemmcache.errors import DeviceError, UsageError
 
+_ARCH = re.compile(r"sm_[1-9][0-9]{1,2}[af]?")
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A GPU as the compiler and the tuner see it. Sizes in bytes; `arch` with its suffix, as in `sm_90a`."""
+    """A GPU as the compiler and the tuner see it. Sizes in bytes; `arch` with its suffix, as in `sm_90a`.
+
+    Raises `UsageError` for another form of `arch`.
+    """
 
     arch: str
     sm_count: int
@@ -20,13 +26,20 @@ class Target:
     smem_bytes: int
     product: str
 
+    def __post_init__(self) -> None:
+        if not _ARCH.fullmatch(self.arch):
+            raise UsageError(f"arch '{self.arch}' is not known", remedy="for example sm_90a")
+
     def to_value(self) -> dict[str, codec.Value]:
         return asdict(self)
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Target:
+        arch = fields.text("arch")
+        if not _ARCH.fullmatch(arch):
+            raise fields.fail("arch", f"is '{arch}', not of the form sm_90a")
         target = cls(
-            arch=fields.text("arch"),
+            arch=arch,
             sm_count=fields.integer("sm_count", low=1, high=4096),
             l2_bytes=fields.integer("l2_bytes"),
             smem_bytes=fields.integer("smem_bytes"),
@@ -43,7 +56,10 @@ class Target:
 
     @property
     def key(self) -> dict[str, codec.Value]:
-        """What tells one product's winners from another's of the same chip (L2 and shared memory follow from it)."""
+        """What tells one product's winners from another's of the same chip.
+
+        L2 and shared memory follow from it.
+        """
         return {"arch": self.arch, "sm_count": self.sm_count, "product": self.product}
 
     def __str__(self) -> str:
@@ -61,23 +77,28 @@ TARGETS: dict[str, Target] = {
     "b200": Target("sm_100a", 148, 126 * _MIB, 232448, "NVIDIA B200"),
 }
 
-#: Device names that the driver reports for boards of one product, by their beginning, longest first.
+#: How the driver begins the names of the boards of one product.
 _PRODUCTS = ("NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA H20", "NVIDIA B200")
 
 
 def product_of(device_name: str) -> str:
-    """The product of a device name: `NVIDIA H100 80GB HBM3` and `NVIDIA H100 PCIe` differ in SM count, which the
-    key holds beside the product, so both are `NVIDIA H100`. A MIG slice keeps its own name."""
+    """The product of a device name, `NVIDIA H100` for `NVIDIA H100 80GB HBM3` and for `NVIDIA H100 PCIe`.
+
+    Those two differ in SM count, which the key holds beside the product. A MIG slice keeps its own name.
+    """
     if " MIG " in device_name:
         return device_name
-    for product in sorted(_PRODUCTS, key=len, reverse=True):
+    for product in _PRODUCTS:
         if device_name == product or device_name.startswith((product + " ", product + "-")):
             return product
     return device_name
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The arch to compile for on a device: with the suffix of the architecture-specific instructions from sm_90 on."""
+    """The arch to compile for on a device of a compute capability.
+
+    From sm_90 on it has the suffix of the architecture-specific instructions.
+    """
     major, minor = capability
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -91,17 +112,20 @@ def named_target(name: str) -> Target:
 
 
 def detect_target(device: int = 0) -> Target:
-    """The GPU of this machine, through torch. Raises `DeviceError` where there is none."""
+    """GPU number `device` of this machine, through torch. Raises `DeviceError` where there is none."""
     import torch
 
     if not torch.cuda.is_available():
         raise DeviceError("no CUDA device is visible", remedy="name a target, for example --target h200")
+    count = torch.cuda.device_count()
+    if not 0 <= device < count:
+        raise DeviceError(f"CUDA device {device} is not there", remedy=f"0 to {count - 1} are visible")
     p = torch.cuda.get_device_properties(device)
     return Target(
         arch=arch_of((p.major, p.minor)),
         sm_count=p.multi_processor_count,
         l2_bytes=p.L2_cache_size,
-        smem_bytes=p.shared_memory_per_block_optin,
+        smem_bytes=p.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         product=product_of(p.name),
     )
 

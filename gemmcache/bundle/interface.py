@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ MAX_PARTS = 64
 MAX_KERNELS = 1 << 14
 MAX_TABLES = 1 << 14
 MAX_ENTRIES = 1 << 12
+MAX_VERSION = (1 << 53) - 1
+#: Lists, maps and items in them: more than fit in MAX_MANIFEST_BYTES with the keys of this format.
+MAX_TOTAL = 1 << 21
 
 KERNEL, LIBRARY = "kernel", "library"
 TUNED, PREDICTED = "tuned", "predicted"
@@ -47,7 +51,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel: the digest of spec and toolchain, and its function `gc_<first 32 hex digits>` in the blob."""
+    """A compiled kernel: its digest, which names its function in the blob, and what was compiled."""
 
     digest: str
     spec: KernelSpec
@@ -55,6 +59,10 @@ class Kernel:
     @property
     def function(self) -> str:
         return function_name(self.digest)
+
+    @property
+    def symbol(self) -> str:
+        return symbol_name(self.function)
 
     def to_value(self) -> dict[str, codec.Value]:
         return {"digest": self.digest, "spec": self.spec.to_value()}
@@ -64,9 +72,14 @@ class Kernel:
         return cls(fields.digest("digest"), KernelSpec.from_fields(fields.sub("spec")))
 
 
-def function_name(kernel_digest: str) -> str:
-    """The exported symbol of a kernel."""
-    return f"gc_{kernel_digest[:32]}"
+def function_name(digest: str) -> str:
+    """The tvm-ffi function of the kernel with this digest."""
+    return f"gc_{digest[:32]}"
+
+
+def symbol_name(function: str) -> str:
+    """The dynamic symbol under which a shared object exports a tvm-ffi function."""
+    return f"__tvm_ffi_{function}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +106,23 @@ class Entry:
             "origin": self.origin,
             "kernel": self.kernel,
             "record": self.record,
-            "us": self.us,
-            "library_us": self.library_us,
-            "error": self.error,
+            "us": _opt_float(self.us),
+            "library_us": _opt_float(self.library_us),
+            "error": _opt_float(self.error),
         }
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Entry:
+        _given(fields, "kernel", "record")
         entry = cls(
             m=fields.integer("m", low=1, high=(1 << 31) - 1),
             choice=fields.choice("choice", (KERNEL, LIBRARY)),
             origin=fields.choice("origin", (TUNED, PREDICTED)),
             kernel=fields.opt_digest("kernel"),
             record=fields.opt_digest("record"),
-            us=fields.opt_number("us"),
-            library_us=fields.opt_number("library_us"),
-            error=fields.opt_number("error"),
+            us=_measured(fields, "us"),
+            library_us=_measured(fields, "library_us"),
+            error=_measured(fields, "error", zero=True),
         )
         if (entry.choice == KERNEL) != (entry.kernel is not None):
             raise fields.fail("kernel", "must be given for the choice 'kernel', and only for it")
@@ -117,9 +131,32 @@ class Entry:
         return entry
 
 
+def _given(fields: codec.Fields, *names: str) -> None:
+    """Refuses a map without these fields: nil must be written, or a damaged name would pass for it."""
+    for name in names:
+        fields.raw(name)
+
+
+def _opt_float(value: float | None) -> float | None:
+    # An integral number must not get the bytes of an integer; zero has no sign.
+    return None if value is None else float(value) + 0.0
+
+
+def _measured(fields: codec.Fields, name: str, *, zero: bool = False) -> float | None:
+    """A float64 above zero (or zero, where `zero`), or None."""
+    value = fields.raw(name)
+    if value is None:
+        return None
+    if not isinstance(value, float):
+        raise fields.fail(name, f"must be a float, not {type(value).__name__}")
+    if value < 0 or (value == 0 and not zero) or (value == 0 and math.copysign(1, value) < 0):
+        raise fields.fail(name, f"is {value}, which no measurement gives")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class DispatchTable:
-    """The entries of one family of problems, ascending in m. `count` is how often a forward pass runs the family."""
+    """The entries of one family of problems, ascending in m. A forward pass runs the family `count` times."""
 
     family: ProblemFamily
     entries: tuple[Entry, ...]
@@ -154,8 +191,9 @@ class DispatchTable:
 class Part:
     """All that a bundle holds for one target: the environment it was made for, one blob, kernels and tables.
 
-    `driver` and `cuda_runtime` are those of the tuning records (None if they differ among records or there are
-    none). `blob` is None where every entry is the library's. Kernels are sorted by digest, tables by family digest.
+    `driver` and `cuda_runtime` are those of the tuning records (None if they differ among records or there
+    are none). `blob` is None where every entry is the library's. Kernels are sorted by digest, tables by
+    family digest.
     """
 
     target: Target
@@ -181,6 +219,7 @@ class Part:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Part:
+        _given(fields, "driver", "cuda_runtime")
         part = cls(
             target=Target.from_fields(fields.sub("target")),
             host=Host.from_fields(fields.sub("host")),
@@ -202,7 +241,21 @@ class Part:
             raise fields.fail("kernels", "and the kernels that entries name are not the same set")
         if bool(digests) != (part.blob is not None):
             raise fields.fail("blob", "must be given where there are kernels, and only there")
+        if len({k.function for k in part.kernels}) != len(digests):
+            raise fields.fail("kernels", "has two kernels with one function name")
+        part._check_specs(fields)
         return part
+
+    def _check_specs(self, fields: codec.Fields) -> None:
+        """Refuses a kernel that was made for other operands or another GPU than it would be called with."""
+        specs = {k.digest: k.spec for k in self.kernels}
+        for digest, spec in specs.items():
+            if spec.arch != self.target.arch or spec.sm_count not in (None, self.target.sm_count):
+                raise fields.fail("kernels", f"has kernel {digest}, which is not for {self.target}")
+        for table in self.tables:
+            for digest in {e.kernel for e in table.entries if e.kernel}:
+                if not specs[digest].serves(table.family):
+                    raise fields.fail("tables", f"gives {table.family} the kernel {digest}, not made for it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +286,17 @@ class Manifest:
     def decode(cls, data: bytes) -> Manifest:
         """Reads a manifest file's bytes.
 
-        Raises `IntegrityError` for anything malformed or inconsistent, `IncompatibleError` for a newer major format.
-        Fields that a newer minor version added to maps of this format are accepted and ignored, except inside
-        keys (problem families, targets, hosts, kernel specs), which must be complete and known.
+        Raises `IntegrityError` for anything malformed or inconsistent, `IncompatibleError` for another major
+        format. Fields that a newer minor version added to maps of this format are accepted and ignored,
+        except inside keys (problem families, targets, hosts, kernel specs), which must be complete and known.
         """
-        value: Any = codec.decode(data, floats=True, max_bytes=MAX_MANIFEST_BYTES, what="manifest")
+        value: Any = codec.decode(
+            data,
+            floats=True,
+            max_bytes=MAX_MANIFEST_BYTES,
+            max_total=MAX_TOTAL,
+            what="manifest",
+        )
         fields = codec.Fields(value, "manifest")
         if fields.text("format") != FORMAT:
             raise fields.fail("format", f"is not '{FORMAT}'")
@@ -251,7 +310,7 @@ class Manifest:
         try:
             manifest = cls(
                 name=fields.text("name"),
-                version=fields.integer("version", low=1),
+                version=fields.integer("version", low=1, high=MAX_VERSION),
                 generator=fields.text("generator"),
                 parts=tuple(Part.from_fields(f) for f in fields.subs("parts", most=MAX_PARTS)),
             )
@@ -262,6 +321,8 @@ class Manifest:
         keys = [codec.digest("part", [p.target.to_value(), p.host.to_value()]) for p in manifest.parts]
         if len(set(keys)) != len(keys):
             raise fields.fail("parts", "has two parts for one target and host")
+        if len({b.digest for b in manifest.blobs}) != len(manifest.blobs):
+            raise fields.fail("parts", "give one blob two sizes")
         return manifest
 
     @property

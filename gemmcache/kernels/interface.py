@@ -7,7 +7,7 @@ epilogue's operand order, on the stream of the tvm-ffi environment, with M, N, K
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gemmcache import codec
@@ -35,7 +35,7 @@ class Config:
     def __post_init__(self) -> None:
         names = [name for name, _ in self.params]
         if names != sorted(set(names)):
-            raise UsageError(f"config of '{self.kernel_family}': parameters {names} are not unique and in order")
+            raise UsageError(f"config of '{self.kernel_family}': parameters {names} are not unique and sorted")
 
     def __getitem__(self, name: str) -> Param:
         for key, value in self.params:
@@ -47,20 +47,18 @@ class Config:
         return dict(self.params)
 
     def to_value(self) -> dict[str, codec.Value]:
-        return {"kernel_family": self.kernel_family, "params": {k: v for k, v in self.params}}
+        return {"kernel_family": self.kernel_family, "params": dict(self.params)}
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Config:
-        params = fields.raw("params")
-        if not isinstance(params, Mapping):
-            raise fields.fail("params", "must be a map")
+        params = fields.sub("params")
         pairs: list[tuple[str, Param]] = []
-        for name in sorted(params):
-            value = params[name]
+        for name in sorted(params.extra()):
+            value = params.raw(name)
             if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
                 value = tuple(value)
             elif not isinstance(value, (bool, int, str)):
-                raise fields.fail("params", f"has a value of type {type(value).__name__} for '{name}'")
+                raise params.fail(name, f"can't be a {type(value).__name__}")
             pairs.append((name, value))
         config = cls(fields.text("kernel_family"), tuple(pairs))
         fields.done()
@@ -89,7 +87,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Everything that determines a kernel's object besides the toolchain. n, m, k are dynamic and not part of it."""
+    """Everything that determines a kernel's object besides the toolchain; m, n and k are dynamic."""
 
     config: Config
     arch: str
@@ -137,6 +135,11 @@ class KernelSpec:
         fields.done()
         return spec
 
+    def serves(self, family: ProblemFamily) -> bool:
+        """Whether a kernel of this spec computes `family`: the operands agree, n and k divide."""
+        divides = family.n % self.divisibility == 0 and family.k % self.divisibility == 0
+        return divides and all(getattr(self, name) == str(getattr(family, name)) for name in _SPEC_TEXTS)
+
     @classmethod
     def for_family(
         cls, config: Config, family: ProblemFamily, arch: str, sm_count: int | None, divisibility: int = 8
@@ -158,7 +161,17 @@ class KernelSpec:
         )
 
 
-_SPEC_TEXTS = ("a_dtype", "b_dtype", "out_dtype", "acc_dtype", "a_layout", "b_layout", "out_layout", "epilogue")
+#: The fields that a spec shares with the families of problems it serves.
+_SPEC_TEXTS = (
+    "a_dtype",
+    "b_dtype",
+    "out_dtype",
+    "acc_dtype",
+    "a_layout",
+    "b_layout",
+    "out_layout",
+    "epilogue",
+)
 
 
 class KernelFamily(ABC):
@@ -178,7 +191,7 @@ class KernelFamily(ABC):
 
     @abstractmethod
     def configs(self, family: ProblemFamily, target: Target) -> Iterator[Config]:
-        """Every valid config for `family` on `target`, in a fixed order, simplest first. Empty if unsupported."""
+        """Every valid config for `family` on `target`, always in one order, simplest first."""
 
     @abstractmethod
     def spec(self, config: Config, family: ProblemFamily, target: Target) -> KernelSpec:

@@ -1,14 +1,17 @@
-"""What every source of problems gives: layers with their families of problems, and how often each m occurs."""
+"""What every source of problems gives: layers with their families of problems, and the traffic of each m."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemmcache.ladder import DEFAULT_MS
-from gemmcache.problem import Problem, ProblemFamily
+from gemmcache import codec
+from gemmcache.errors import UsageError
+from gemmcache.ladder import DEFAULT_MS, Ladder
+from gemmcache.problem import MAX_DIM, Problem, ProblemFamily
 
-#: How tensor parallelism splits a layer: the rows of the weight (column parallel), its columns, or not at all.
+#: How tensor parallelism splits a layer: the weight's rows (column parallel), its columns, or not at all.
 COLUMN, ROW, REPLICATED = "column", "row", "replicated"
+PARALLEL = (COLUMN, ROW, REPLICATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,41 @@ class Layer:
     count: int = 1
     parallel: str = REPLICATED
 
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"layer {self.path}: count is {self.count}, not at least 1")
+        if self.parallel not in PARALLEL:
+            raise UsageError(f"layer {self.path}: parallel is '{self.parallel}', not one of {', '.join(PARALLEL)}")
+
+    def to_value(self) -> dict[str, codec.Value]:
+        """The map that the canonical encoder takes; the inverse of `from_fields`."""
+        return {
+            "path": self.path,
+            "family": self.family.to_value(),
+            "count": self.count,
+            "parallel": self.parallel,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: codec.Fields) -> Layer:
+        """Reads a layer out of `fields`, complete and with nothing unknown."""
+        layer = cls(
+            path=fields.text("path"),
+            family=ProblemFamily.from_fields(fields.sub("family")),
+            count=fields.integer("count", low=1),
+            parallel=fields.choice("parallel", PARALLEL),
+        )
+        fields.done()
+        return layer
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The GEMMs of one source. `m_weights` maps a family to its (m, weight) pairs, ascending in m, where the
-    source knows traffic; families that it does not hold are tuned at `ladder`'s default ms."""
+    """The GEMMs of one source.
+
+    `m_weights` maps a family to its (m, share of its traffic) pairs, ascending in m and with a sum of 1,
+    where the source knows traffic; families that it does not hold are tuned at `ladder`'s default ms.
+    """
 
     name: str
     layers: tuple[Layer, ...]
@@ -42,18 +75,70 @@ class Workload:
         return counts
 
     def ms(self, family: ProblemFamily, override: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """The ms to tune `family` at: `override` if given, else the source's own, else powers of two to 8192."""
+        """The ms to tune `family` at: `override` if given, else the source's own, else `DEFAULT_MS`."""
         if override:
             return override
         own = dict(self.m_weights).get(family)
         return tuple(m for m, _ in own) if own else DEFAULT_MS
 
     def problems(self, override: tuple[int, ...] | None = None) -> dict[Problem, float]:
-        """Every problem with its weight: count times the m's share of the traffic (equal where unknown)."""
+        """Every problem with its weight: the family's count times the m's share of its traffic.
+
+        Shares are equal where the source knows no traffic. With `override`, each m of the traffic counts for
+        the tuned m that answers for it; what none answers for is left out, unless that is all of it.
+        """
         weights: dict[Problem, float] = {}
-        own = dict(self.m_weights)
         for family, count in self.families().items():
-            shares = dict(own.get(family, ()))
-            for m in self.ms(family, override):
-                weights[family.at(m)] = count * (shares.get(m, 1.0) if shares else 1.0)
+            ms = self.ms(family, override)
+            shares = self.shares(family, override) or [1.0 / len(ms)] * len(ms)
+            weights.update({family.at(m): count * share for m, share in zip(ms, shares, strict=True)})
         return weights
+
+    def shares(self, family: ProblemFamily, override: tuple[int, ...] | None = None) -> list[float] | None:
+        """The share of the traffic that each of `ms(family, override)` answers for; None if none is known."""
+        ms = self.ms(family, override)
+        ladder = Ladder.of(ms)
+        shares = dict.fromkeys(ms, 0.0)
+        for m, share in dict(self.m_weights).get(family, ()):
+            entry, _ = ladder.locate(m)
+            if entry is not None:
+                shares[ladder.bounds[entry]] += share
+        return list(shares.values()) if any(shares.values()) else None
+
+    def to_value(self) -> dict[str, codec.Value]:
+        """The map that the canonical encoder takes (with floats allowed); the inverse of `from_value`."""
+        return {
+            "name": self.name,
+            "layers": [layer.to_value() for layer in self.layers],
+            "m_weights": [
+                {
+                    "family": family.to_value(),
+                    "ms": [m for m, _ in pairs],
+                    "shares": [share for _, share in pairs],
+                }
+                for family, pairs in self.m_weights
+            ],
+        }
+
+    @classmethod
+    def from_value(cls, value: object, where: str = "workload") -> Workload:
+        """The workload that `to_value` wrote. Raises `IntegrityError` for anything else."""
+        fields = codec.Fields(value, where)
+        workload = cls(
+            name=fields.text("name"),
+            layers=tuple(Layer.from_fields(f) for f in fields.subs("layers")),
+            m_weights=tuple(_weights(f) for f in fields.subs("m_weights")),
+        )
+        fields.done()
+        return workload
+
+
+def _weights(fields: codec.Fields) -> tuple[ProblemFamily, tuple[tuple[int, float], ...]]:
+    family = ProblemFamily.from_fields(fields.sub("family"))
+    ms, shares = fields.items("ms"), fields.items("shares")
+    if not ms or not all(type(m) is int and 1 <= m <= MAX_DIM for m in ms) or sorted(set(ms)) != ms:
+        raise fields.fail("ms", "must hold positive integers in ascending order")
+    if len(shares) != len(ms) or not all(type(s) is float and s > 0 for s in shares):
+        raise fields.fail("shares", "must hold one positive number for each m")
+    fields.done()
+    return family, tuple(zip(ms, shares, strict=True))

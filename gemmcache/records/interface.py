@@ -16,10 +16,13 @@ RECORD_FORMAT = 1
 OK, WRONG, FAILED, FLAGGED = "ok", "wrong", "failed", "flagged"
 KERNEL, LIBRARY = "kernel", "library"
 
+#: The error of a trial whose output had NaN or infinity in it, or was off by more than this.
+UNBOUNDED_ERROR = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPolicy:
-    """How a record was measured and judged; part of the record. Ratios are in thousandths, so that keys hold no floats."""
+    """How a record was measured and judged; part of it. Ratios are thousandths: keys hold no floats."""
 
     #: Inputs rotate over at least this many times the L2 size.
     l2_multiple: int = 3
@@ -56,7 +59,8 @@ class Trial:
     """One candidate's outcome. `samples_us` are microseconds a launch, one per interleaved round.
 
     `status`: `ok`; `wrong` (numbers outside the policy's error); `failed` (did not compile, crashed or hung);
-    `flagged` (samples that can't be trusted). `error` is the largest relative error found, None if not checked.
+    `flagged` (samples that can't be trusted). `error` is the largest relative error found, None if not
+    checked; NaN, infinity and all above become `UNBOUNDED_ERROR`, since records hold finite numbers only.
     """
 
     config: Config
@@ -64,6 +68,10 @@ class Trial:
     samples_us: tuple[float, ...] = ()
     error: float | None = None
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if self.error is not None and not self.error < UNBOUNDED_ERROR:
+            object.__setattr__(self, "error", UNBOUNDED_ERROR)
 
     @property
     def us(self) -> float:
@@ -74,8 +82,9 @@ class Trial:
         return {
             "config": self.config.to_value(),
             "status": self.status,
-            "samples_us": list(self.samples_us),
-            "error": self.error,
+            # An integer has other bytes than the equal float that decoding gives.
+            "samples_us": [float(s) for s in self.samples_us],
+            "error": None if self.error is None else float(self.error),
             "detail": self.detail,
         }
 
@@ -94,19 +103,20 @@ class Trial:
 
 def _samples(fields: codec.Fields, name: str) -> tuple[float, ...]:
     samples = fields.items(name, most=4096)
-    if not all(isinstance(s, (int, float)) and not isinstance(s, bool) and s > 0 for s in samples):
-        raise fields.fail(name, "must hold positive numbers")
-    return tuple(float(s) for s in samples)
+    numbers = tuple(n for n in map(codec.finite, samples) if n is not None and n > 0)
+    if len(numbers) != len(samples):
+        raise fields.fail(name, "must hold positive finite numbers")
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
     """The outcome of tuning one problem in one environment.
 
-    `choice` is `kernel` or `library`; a chosen kernel is `trials[0].config`. Trials are the top candidates, best
-    first, then the wrong and failed ones that would have been among them. `baseline_us` are the library's samples.
-    `measured_at` is UTC in ISO 8601 (`2026-12-01T12:00:00Z`) and `conditions` are clocks, power and the like, as
-    numbers; neither is part of a key.
+    `choice` is `kernel` or `library`; a chosen kernel is `trials[0].config`. Trials are the top candidates,
+    best first, then the wrong and failed ones that would have been among them. `baseline_us` are the
+    library's samples. `measured_at` is UTC in ISO 8601 (`2026-12-01T12:00:00Z`) and `conditions` are clocks,
+    power and the like, as numbers by name; neither is part of a key.
     """
 
     problem: Problem
@@ -118,6 +128,9 @@ class TuningRecord:
     baseline_us: tuple[float, ...]
     measured_at: str
     conditions: tuple[tuple[str, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "conditions", tuple(sorted(self.conditions)))
 
     @property
     def library_us(self) -> float:
@@ -143,9 +156,9 @@ class TuningRecord:
             "choice": self.choice,
             "trials": [t.to_value() for t in self.trials],
             "baseline": self.baseline,
-            "baseline_us": list(self.baseline_us),
+            "baseline_us": [float(s) for s in self.baseline_us],
             "measured_at": self.measured_at,
-            "conditions": dict(self.conditions),
+            "conditions": {name: float(value) for name, value in self.conditions},
         }
 
     @classmethod

@@ -1,0 +1,6 @@
+"""`python -m gemmcache`."""
+
+from gemmcache.cli import main
+
+if __name__ == "__main__":
+    main()

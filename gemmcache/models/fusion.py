@@ -1,0 +1,45 @@
+"""Sibling projections of one input merged into one GEMM, as serving engines do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gemmcache.models.gemms import Gemm
+
+#: Siblings under one parent -> the name of what they become.
+GROUPS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    (("query", "key", "value"), "qkv_proj"),
+    (("q_lin", "k_lin", "v_lin"), "qkv_proj"),
+    (("wq", "wk", "wv"), "qkv_proj"),
+    (("q", "k", "v"), "qkv_proj"),
+    (("gate_proj", "up_proj"), "gate_up_proj"),
+    (("w1", "w3"), "gate_up_proj"),
+    (("wi_0", "wi_1"), "gate_up_proj"),
+)
+
+
+def fuse(gemms: Sequence[tuple[Gemm, str]]) -> list[tuple[Gemm, str]]:
+    """`gemms` (each with its direction) with q/k/v and gate/up siblings merged, N summed.
+
+    Merged are only whole groups with the same K, bias, count and direction, outside cross-attention (whose
+    queries and keys have different inputs). Structure can't tell that a model adds position embeddings to
+    queries and keys but not to values (the DETR family): don't fuse those.
+    """
+    by_path = {gemm.path: (gemm, way) for gemm, way in gemms}
+    merged: dict[str, tuple[Gemm, str] | None] = {}
+    for names, new in GROUPS:
+        for gemm, way in gemms:
+            if gemm.leaf != names[0] or gemm.cross:
+                continue
+            prefix = gemm.path.removesuffix(gemm.leaf)
+            group = [by_path.get(prefix + name) for name in names]
+            members = [member for member in group if member is not None]
+            alike = {(g.k, g.bias, g.count, w) for g, w in members}
+            if len(members) != len(names) or len(alike) != 1 or prefix + new in by_path:
+                continue
+            merged[gemm.path] = (replace(gemm, path=prefix + new, n=sum(g.n for g, _ in members)), way)
+            merged.update({g.path: None for g, _ in members[1:]})
+    result = (merged.get(gemm.path, (gemm, way)) for gemm, way in gemms)
+    return [entry for entry in result if entry is not None]

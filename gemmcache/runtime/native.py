@@ -1,0 +1,103 @@
+"""Loading compiled kernels: the DSL's runtime library, then shared objects from memory. cutlass is never imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from gemmcache.errors import GemmcacheError, IncompatibleError, MissingPackageError, ToolError
+
+LIBRARY = "libcute_dsl_runtime.so"
+
+_lock = threading.Lock()
+_loaded: dict[int, ctypes.CDLL] = {}
+
+
+def runtime_package(cuda_major: int) -> str:
+    """The pip package that brings the runtime library for kernels compiled for this CUDA major."""
+    return f"nvidia-cutlass-dsl-libs-cu{cuda_major}"
+
+
+def find_runtime_library(cuda_major: int) -> Path:
+    """Path of the DSL's runtime library. Raises `MissingPackageError` that names the package to install."""
+    package = runtime_package(cuda_major)
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == LIBRARY:
+            path = Path(str(file.locate()))
+            if path.is_file():
+                return path
+    others = [m for m in (12, 13, 14) if m != cuda_major and _installed(runtime_package(m))]
+    found = f"; installed is {runtime_package(others[0])}, of another CUDA major" if others else ""
+    raise MissingPackageError(
+        f"{LIBRARY} for CUDA {cuda_major} is not installed{found}", remedy=f"pip install {package}"
+    )
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def load_runtime_library(cuda_major: int) -> None:
+    """Loads the DSL's runtime library once a process, its symbols visible to the kernels' shared objects."""
+    with _lock:
+        if cuda_major in _loaded:
+            return
+        if _loaded:
+            raise IncompatibleError(
+                f"kernels for CUDA {next(iter(_loaded))} are loaded already, this bundle needs CUDA {cuda_major}",
+                remedy="serve bundles of one CUDA major in a process",
+            )
+        path = find_runtime_library(cuda_major)
+        try:
+            _loaded[cuda_major] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise ToolError(f"{path} can't be loaded: {error}") from error
+
+
+class KernelModule:
+    """A loaded shared object of kernels. It stays loaded for the life of the process."""
+
+    def __init__(self, module: Any, fd: int) -> None:
+        self._module = module
+        self._fd = fd
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The tvm-ffi function of that name. Raises `ToolError` if the object does not have it."""
+        try:
+            function: Callable[..., Any] = self._module.get_function(name)
+        except (AttributeError, ValueError, RuntimeError) as error:
+            raise ToolError(f"the kernels' shared object has no function '{name}'") from error
+        return function
+
+
+def load_module(fd: int, cuda_major: int) -> KernelModule:
+    """Loads the shared object that the sealed descriptor `fd` holds, and keeps `fd` open for good: the dynamic loader
+    knows libraries by path, and would take another one that gets the same number for this one.
+
+    Loading through the descriptor runs the very bytes that were hashed, and works on mounts without exec. Raises
+    `MissingPackageError` without the DSL's runtime library, `ToolError` if the object can't be loaded.
+    """
+    import tvm_ffi
+
+    try:
+        load_runtime_library(cuda_major)
+        load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
+        return KernelModule(load(f"/proc/self/fd/{fd}", "so"), fd)
+    except (RuntimeError, OSError, ValueError) as error:
+        os.close(fd)
+        if isinstance(error, GemmcacheError):
+            raise
+        raise ToolError(f"the kernels' shared object can't be loaded: {error}") from error

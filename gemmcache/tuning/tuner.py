@@ -1,0 +1,180 @@
+"""Tuning a workload: candidates, compiled once, then one problem after another until all are in the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Protocol
+
+from gemmcache.build.compile import Progress, compile_kernels
+from gemmcache.build.link import link
+from gemmcache.build.objects import ObjectCache
+from gemmcache.codec import bytes_digest
+from gemmcache.environment import CUDA_MAJOR, Environment, Toolchain
+from gemmcache.errors import MeasurementError
+from gemmcache.kernels.identity import kernel_digest
+from gemmcache.kernels.interface import Config, KernelFamily, KernelSpec
+from gemmcache.problem import Problem, ProblemFamily
+from gemmcache.records.interface import FAILED, KERNEL, MeasurementPolicy, Trial, TuningRecord
+from gemmcache.target import Host, Target
+from gemmcache.tuning.interface import Candidate, Outcome
+from gemmcache.tuning.verdict import conclude
+from gemmcache.tuning.worker import Task
+
+BASELINE = "cublas"
+
+
+class Executor(Protocol):
+    """What measures tasks on one device."""
+
+    @property
+    def environment(self) -> Environment: ...
+
+    def run(self, task: Task) -> Outcome: ...
+
+
+class RecordSink(Protocol):
+    """Where records are found and kept."""
+
+    def lookup(
+        self, problem: Problem, target: Target, environment: Environment | None = None
+    ) -> TuningRecord | None: ...
+
+    def put(self, record: TuningRecord) -> object: ...
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a tuning run did."""
+
+    tuned: list[TuningRecord] = field(default_factory=list)
+    #: Problems whose record of this environment and policy was there already.
+    kept: list[TuningRecord] = field(default_factory=list)
+    failed: dict[Problem, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateSet:
+    """All candidates of one family of problems, compiled and linked."""
+
+    candidates: tuple[Candidate, ...]
+    broken: tuple[Trial, ...]
+    library: str
+    library_digest: str
+
+    @property
+    def order(self) -> Mapping[Config, int]:
+        return {c.config: c.order for c in self.candidates}
+
+
+def candidate_specs(
+    families: Sequence[KernelFamily], problem_family: ProblemFamily, target: Target
+) -> list[KernelSpec]:
+    """Specs of every valid config of every kernel family, in order, simplest first within a family."""
+    return [
+        family.spec(config, problem_family, target)
+        for family in families
+        for config in family.configs(problem_family, target)
+    ]
+
+
+class Tuner:
+    """Tunes problems with all `families` on the device behind `executor` and puts records into `records`.
+
+    `folder` holds the linked candidates while the run lasts.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        records: RecordSink,
+        families: Sequence[KernelFamily],
+        policy: MeasurementPolicy,
+        cache: ObjectCache,
+        toolchain: Toolchain,
+        host: Host,
+        folder: Path,
+        jobs: int | None = None,
+    ) -> None:
+        self.executor, self.records, self.families, self.policy = executor, records, families, policy
+        self.cache, self.toolchain, self.host, self.folder, self.jobs = cache, toolchain, host, folder, jobs
+        self._sets: dict[tuple[KernelSpec, ...], CandidateSet] = {}
+
+    def candidates(
+        self, problem_family: ProblemFamily, target: Target, progress: Progress | None = None
+    ) -> CandidateSet:
+        """The compiled candidates of a family of problems; families that need the same kernels share them."""
+        specs = candidate_specs(self.families, problem_family, target)
+        key = tuple(specs)
+        if key not in self._sets:
+            self._sets[key] = self._compile(specs, progress)
+        return self._sets[key]
+
+    def _compile(self, specs: list[KernelSpec], progress: Progress | None) -> CandidateSet:
+        digests = {kernel_digest(s, self.toolchain, self.host): s for s in specs}
+        objects, errors = compile_kernels(digests, self.cache, jobs=self.jobs, progress=progress)
+        candidates = tuple(
+            Candidate(spec.config, digest, i) for i, (digest, spec) in enumerate(digests.items()) if digest in objects
+        )
+        broken = tuple(Trial(digests[d].config, FAILED, detail=str(e)[:500]) for d, e in sorted(errors.items()))
+        if not objects:
+            return CandidateSet((), broken, "", "")
+        data = link(objects)
+        path = self.folder / f"{bytes_digest(data)}.so"
+        path.write_bytes(data)
+        return CandidateSet(candidates, broken, str(path), bytes_digest(data))
+
+    def tune(
+        self,
+        problems: Iterable[Problem],
+        *,
+        again: bool = False,
+        progress: Callable[[Problem, TuningRecord | None, str], None] | None = None,
+    ) -> Summary:
+        """Measures each problem that has no record of this environment and policy (each one if `again`).
+
+        A record is stored as soon as it is there, so an interrupted run resumes where it stopped. `progress` is
+        called after each problem with its record, or None and why there is none. Raises `DeviceError` if the
+        device can't be used at all.
+        """
+        summary = Summary()
+        environment = self.executor.environment
+        for problem in problems:
+            known = self.records.lookup(problem, environment.target, environment)
+            fresh = known is not None and known.environment == environment and known.policy == self.policy
+            if known is not None and fresh and not again:
+                summary.kept.append(known)
+                record: TuningRecord | None = known
+                note = "kept"
+            else:
+                incumbent = known.trials[0].config if known is not None and known.choice == KERNEL else None
+                record, note = self._one(problem, environment, incumbent, summary)
+            if progress:
+                progress(problem, record, note)
+        return summary
+
+    def _one(
+        self, problem: Problem, environment: Environment, incumbent: Config | None, summary: Summary
+    ) -> tuple[TuningRecord | None, str]:
+        made = self.candidates(problem.family, environment.target)
+        task = Task(problem, made.candidates, self.policy, made.library, made.library_digest, CUDA_MAJOR)
+        try:
+            outcome = self.executor.run(task)
+            record = conclude(
+                problem,
+                environment,
+                self.policy,
+                Outcome((*outcome.trials, *made.broken), outcome.baseline_us, outcome.conditions, outcome.screened),
+                order=made.order,
+                baseline=BASELINE,
+                measured_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                incumbent=incumbent,
+            )
+        except MeasurementError as error:
+            summary.failed[problem] = error.message
+            return None, error.message
+        self.records.put(record)
+        summary.tuned.append(record)
+        return record, "tuned"

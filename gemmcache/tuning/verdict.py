@@ -1,0 +1,91 @@
+"""From measured trials to a choice. Pure: no device, no clock.
+
+Ties go to the incumbent, then to the library, then to the simpler config; a kernel whose median is not below the
+library's is never chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+
+from gemmcache.environment import Environment
+from gemmcache.errors import MeasurementError
+from gemmcache.kernels.interface import Config
+from gemmcache.problem import Problem
+from gemmcache.records.interface import FLAGGED, KERNEL, LIBRARY, OK, MeasurementPolicy, Trial, TuningRecord
+from gemmcache.tuning.interface import Outcome
+from gemmcache.tuning.samples import flaws, floor_us, ratio_interval
+
+
+def flag(trial: Trial, floor: float) -> Trial:
+    """The trial with status `flagged` and only its sane samples if its samples can't be trusted."""
+    if trial.status != OK:
+        return trial
+    found = flaws(trial.samples_us, floor)
+    if not found:
+        return trial
+    sane = tuple(s for s in trial.samples_us if 0 < s < float("inf"))
+    return replace(trial, status=FLAGGED, samples_us=sane, detail="; ".join(found))
+
+
+def choose(
+    trials: tuple[Trial, ...],
+    baseline_us: tuple[float, ...],
+    policy: MeasurementPolicy,
+    order: Mapping[Config, int],
+    incumbent: Config | None = None,
+) -> Config | None:
+    """The config that wins, None for the library. `order` ranks configs from simple to complex."""
+    library = median(baseline_us)
+    tie = 1.0 + policy.tie_milli / 1000
+    usable = [t for t in trials if t.status == OK and t.us < library]
+    if not usable:
+        return None
+    best = min(usable, key=lambda t: (t.us, order.get(t.config, len(order))))
+    tied = [t for t in usable if t.us <= best.us * tie]
+    held = next((t for t in tied if t.config == incumbent), None)
+    if held is not None:
+        return held.config
+    if len(best.samples_us) == len(baseline_us):
+        low, _ = ratio_interval(baseline_us, best.samples_us, rounds=policy.bootstrap, seed=policy.seed)
+    else:
+        low = library / best.us
+    if library <= best.us * tie or low <= 1.0:
+        return None
+    # A tied config must clear the library's margin too, or simplicity would buy a library tie.
+    clear = [t for t in tied if library > t.us * tie] or [best]
+    return min(clear, key=lambda t: order.get(t.config, len(order))).config
+
+
+def conclude(
+    problem: Problem,
+    environment: Environment,
+    policy: MeasurementPolicy,
+    outcome: Outcome,
+    *,
+    order: Mapping[Config, int],
+    baseline: str,
+    measured_at: str,
+    incumbent: Config | None = None,
+) -> TuningRecord:
+    """The tuning record of an outcome, winner first. Raises `MeasurementError` if the baseline can't be trusted."""
+    floor = floor_us(problem, environment.target)
+    found = flaws(outcome.baseline_us, floor)
+    if found:
+        raise MeasurementError(f"{problem}: the library's timing can't be trusted: {'; '.join(found)}")
+    trials = tuple(flag(t, floor) for t in outcome.trials)
+    winner = choose(trials, outcome.baseline_us, policy, order, incumbent)
+    ranked = sorted(trials, key=lambda t: (t.config != winner, t.status != OK, t.us, order.get(t.config, len(order))))
+    return TuningRecord(
+        problem=problem,
+        environment=environment,
+        policy=policy,
+        choice=LIBRARY if winner is None else KERNEL,
+        trials=tuple(ranked),
+        baseline=baseline,
+        baseline_us=outcome.baseline_us,
+        measured_at=measured_at,
+        conditions=outcome.conditions,
+    )
