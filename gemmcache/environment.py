@@ -131,7 +131,11 @@ def package_digest(name: str, folder: str) -> str | None:
 
 
 def driver_version() -> str | None:
-    """The NVIDIA driver's version through NVML, without a CUDA context; None where there is none."""
+    """The NVIDIA driver's version, from the kernel module or NVML, without a CUDA context; None where there is none."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip() or None
+    except OSError:
+        pass
     try:
         import pynvml
     except ImportError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import re
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from gemmcache import codec
 from gemmcache.errors import DeviceError, UsageError
@@ -173,7 +172,9 @@ def detect_host(cpuinfo: str | None = None) -> Host:
         return Host(machine, machine, libc)
     if cpuinfo is None:
         try:
-            cpuinfo = Path("/proc/cpuinfo").read_text()
+            with open("/proc/cpuinfo") as file:
+                # The first processor is enough, and the file is made anew, for hundreds of them, at each reading.
+                cpuinfo = file.read(1 << 14)
         except OSError:
             cpuinfo = ""
     flags = next((set(line.split()) for line in cpuinfo.splitlines() if line.startswith("flags")), set())

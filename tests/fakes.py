@@ -38,6 +38,8 @@ class FakeBench(ProblemBench):
         on_prepare: Callable[[str], None] = lambda key: None,
     ) -> None:
         self.times, self.errors, self.failing, self.on_prepare = times, errors or {}, failing, on_prepare
+        #: Keys whose timing or checking fails, as a kernel's that refuses what prepare did not ask of it.
+        self.failing_later: tuple[str, ...] = ()
         self.sampled: list[str] = []
         self.checked: list[str] = []
 
@@ -48,6 +50,8 @@ class FakeBench(ProblemBench):
 
     def sample_us(self, key: str) -> float:
         self.sampled.append(key)
+        if key in self.failing_later:
+            raise MeasurementError("the kernel refused its arguments")
         value = self.times[key]
         return value if isinstance(value, (int, float)) else next(value)
 
@@ -76,7 +80,7 @@ class FakeExecutor:
         self.ran.append(task.problem)
         times: dict[str, float] = {LIBRARY_KEY: self.time_us(task.problem, None)}
         times.update({c.kernel: self.time_us(task.problem, c.config) for c in task.candidates})
-        return search(FakeBench(times), task.candidates, task.policy)
+        return search(FakeBench(times), task.candidates, task.policy, incumbent=task.incumbent)
 
 
 class MemoryRecords:
@@ -89,6 +93,9 @@ class MemoryRecords:
         found = [r for r in self.records if r.problem == problem and r.environment.target.key == target.key]
         same = [r for r in found if r.environment == environment]
         return (same or found or [None])[-1]
+
+    def on_target(self, target: Target) -> list[TuningRecord]:
+        return [r for r in self.records if r.environment.target.key == target.key]
 
     def put(self, record: TuningRecord) -> None:
         self.records.append(record)

@@ -64,7 +64,9 @@ def build(
     objects, errors = compile_kernels(specs, cache, jobs=jobs, progress=count)
     if errors:
         first = errors[min(errors)]
-        raise CompileError(f"{len(errors)} of {len(specs)} kernels did not compile: {first.message}")
+        raise CompileError(
+            f"{len(errors)} of {len(specs)} kernels did not compile: {first.message}", remedy=first.remedy
+        )
     blobs: dict[str, bytes] = {}
     parts = []
     for plan in plans:

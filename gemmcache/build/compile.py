@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.process import BaseProcess
 
 from gemmcache.build.objects import ObjectCache
-from gemmcache.bundle.interface import function_name
+from gemmcache.bundle.interface import function_name, symbol_name
 from gemmcache.errors import CompileError, GemmcacheError
 from gemmcache.kernels.interface import KernelSpec
 from gemmcache.kernels.registry import kernel_family
@@ -23,15 +26,42 @@ Progress = Callable[[str, bool], None]
 
 
 def compile_one(digest: str, spec: KernelSpec) -> bytes:
-    """Compiles one kernel in this process."""
-    return kernel_family(spec.config.kernel_family).compile(spec, function_name(digest))
+    """Compiles one kernel in this process. Whatever goes wrong is a `GemmcacheError` that names the kernel."""
+    function = function_name(digest)
+    try:
+        data = kernel_family(spec.config.kernel_family).compile(spec, function)
+    except GemmcacheError:
+        raise
+    except Exception as error:
+        # Kernel families are plug-ins: what they raise need not even survive the way to the parent.
+        raise CompileError(f"{spec.config} for {spec.arch}: {type(error).__name__}: {error}") from error
+    # Symbol names end in a zero byte in the object. Without its symbol the kernel would be missed at load only.
+    if not isinstance(data, bytes) or symbol_name(function).encode() + b"\0" not in data:
+        raise CompileError(f"{spec.config} for {spec.arch}: the object does not export {symbol_name(function)}")
+    return data
+
+
+def _start_worker() -> None:
+    """Set-up of a worker: the parent handles the keyboard, and a parent that is killed takes its workers along.
+
+    A worker holds both ends of its queue, so it would wait there for ever.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("forkserver")
     # The compiler is imported once, in the fork server; workers inherit it.
     context.set_forkserver_preload(["gemmcache.kernels.operators.entry"])
-    return ProcessPoolExecutor(max_workers=workers, mp_context=context)
+    return ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker)
 
 
 def compile_kernels(
@@ -74,8 +104,15 @@ def compile_kernels(
         try:
             with _pool(workers) as pool:
                 futures = {pool.submit(compile_one, d, s): d for d, s in missing.items()}
-                for future in as_completed(futures):
-                    done(futures[future], future)
+                try:
+                    for future in as_completed(futures):
+                        done(futures[future], future)
+                except BaseException:
+                    # An interrupt waits for the kernels under way, not for the whole queue. Leaving the block would
+                    # take back what shutdown(cancel_futures=True) had asked for.
+                    for future in futures:
+                        future.cancel()
+                    raise
         except BrokenProcessPool:
             for digest in [d for d in missing if d not in objects and d not in errors]:
                 _compile_alone(digest, missing[digest], done, errors)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from gemmcache.bundle.fs import storage_errors
 from gemmcache.errors import ToolError
 
 _LINK_SECONDS = 300
-# No build id, no symbol table beyond the dynamic one: equal objects give equal bytes wherever they are linked.
+# No build id, no symbol table beyond the dynamic one, no paths: equal objects and one linker give equal bytes.
 _LD_FLAGS = ("--build-id=none", "--strip-all", "-z", "noexecstack", "--hash-style=gnu")
 
 
@@ -32,9 +33,13 @@ def linker() -> list[str]:
 
 
 def link(objects: Mapping[str, bytes]) -> bytes:
-    """One shared object of all `objects` (by kernel digest), in digest order. Raises `ToolError`."""
+    """One shared object of all `objects` (by kernel digest), in digest order. Raises `ToolError`, and `StorageError`
+    if the temporary folder can't hold it."""
     command = linker()
-    with tempfile.TemporaryDirectory(prefix="gemmcache-link-") as name:
+    with (
+        storage_errors("can't link in the temporary folder"),
+        tempfile.TemporaryDirectory(prefix="gemmcache-link-") as name,
+    ):
         folder = Path(name)
         for digest in sorted(objects):
             (folder / f"{digest}.o").write_bytes(objects[digest])

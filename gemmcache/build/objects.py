@@ -15,10 +15,10 @@ _HASH_BYTES = 32
 
 
 class ObjectCache:
-    """A folder of `<kernel digest>.o` files, each the sha256 of the object followed by the object.
+    """A folder of `<kernel digest>.o` files, each a sha256 over kernel digest and object, then the object.
 
-    A damaged entry is a miss. Many processes may share the folder: entries are written beside and renamed. A
-    folder that can't be written only costs the compilation next time.
+    A damaged entry is a miss, and so is one under another kernel's name. Many processes may share the folder:
+    entries are written beside and renamed. A folder that can't be written only costs the compilation next time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,12 +31,14 @@ class ObjectCache:
 
     def get(self, digest: str) -> bytes | None:
         """The object of that digest, None if it is absent or damaged."""
+        path = self._path(digest)
         try:
-            data = self._path(digest).read_bytes()
+            # Reading a FIFO would wait for ever.
+            data = path.read_bytes() if path.is_file() else b""
         except OSError:
             return None
         body = data[_HASH_BYTES:]
-        return body if body and hashlib.sha256(body).digest() == data[:_HASH_BYTES] else None
+        return body if body and _check(digest, body) == data[:_HASH_BYTES] else None
 
     def put(self, digest: str, data: bytes) -> None:
         """Stores an object; quietly does nothing where the folder refuses."""
@@ -46,8 +48,12 @@ class ObjectCache:
             fd, temporary = tempfile.mkstemp(prefix=".new-", dir=self.folder)
             try:
                 with os.fdopen(fd, "wb") as file:
-                    file.write(hashlib.sha256(data).digest() + data)
+                    file.write(_check(digest, data) + data)
                 os.replace(temporary, path)
             except OSError:
                 os.unlink(temporary)
                 raise
+
+
+def _check(digest: str, data: bytes) -> bytes:
+    return hashlib.sha256(digest.encode() + data).digest()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Protocol
 
+from gemmcache.build.predict import Predictor
 from gemmcache.bundle.interface import KERNEL, LIBRARY, PREDICTED, TUNED, DispatchTable, Entry
 from gemmcache.environment import Environment, Toolchain
 from gemmcache.errors import MissingRecordError
@@ -25,6 +26,8 @@ class RecordSource(Protocol):
     def lookup(
         self, problem: Problem, target: Target, environment: Environment | None = None
     ) -> TuningRecord | None: ...
+
+    def on_target(self, target: Target) -> Iterable[TuningRecord]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,10 @@ class Planner:
         *,
         ms: tuple[int, ...] | None = None,
         require_tuned: bool = False,
+        untuned: str = "predict",
     ) -> TargetPlan:
-        """Entries for every problem of `workload` on `target`: by its tuning record, else by the cost model.
+        """Entries for every problem of `workload` on `target`: by its tuning record, else by prediction, or by the
+        library if `untuned` is `library`.
 
         Raises `MissingRecordError` that lists what is not tuned if `require_tuned`.
         """
@@ -83,6 +88,7 @@ class Planner:
         tables: list[DispatchTable] = []
         used: list[TuningRecord] = []
         missing: list[Problem] = []
+        predictor: Predictor | None = None
         for family, count in workload.families().items():
             entries = []
             for m in workload.ms(family, ms):
@@ -90,7 +96,11 @@ class Planner:
                 record = self.records.lookup(problem, target)
                 if record is None:
                     missing.append(problem)
-                    entry, spec = self._predicted(problem, target)
+                    config = None
+                    if untuned == "predict":
+                        predictor = predictor or Predictor(self.records.on_target(target), self.families, target)
+                        config = predictor.predict(problem)
+                    entry, spec = self._predicted(problem, target, config)
                 else:
                     used.append(record)
                     entry, spec = self._tuned(problem, target, record)
@@ -139,23 +149,11 @@ class Planner:
                 return trial
         return None
 
-    def _predicted(self, problem: Problem, target: Target) -> tuple[Entry, KernelSpec | None]:
-        best = predict(problem, target, self.families)
-        if best is None:
+    def _predicted(self, problem: Problem, target: Target, config: Config | None) -> tuple[Entry, KernelSpec | None]:
+        if config is None:
             return Entry(problem.m, LIBRARY, PREDICTED), None
-        digest, spec = self._spec(best, problem.family, target)
+        digest, spec = self._spec(config, problem.family, target)
         return Entry(problem.m, KERNEL, PREDICTED, digest), spec
-
-
-def predict(problem: Problem, target: Target, families: Mapping[str, KernelFamily]) -> Config | None:
-    """The config that the cost models expect to be fastest, the simpler one of equals; None if nothing computes it."""
-    best: tuple[float, Config] | None = None
-    for name in sorted(families):
-        for config in families[name].configs(problem.family, target):
-            us = families[name].estimate_us(config, problem, target)
-            if best is None or us < best[0]:
-                best = (us, config)
-    return best[1] if best else None
 
 
 def _only(values: set[str | None]) -> str | None:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gemmcache import codec
 from gemmcache.environment import Toolchain
 from gemmcache.errors import IncompatibleError, IntegrityError, UsageError
-from gemmcache.kernels.interface import KernelSpec
+from gemmcache.kernels.interface import KernelSpec, operands_of
 from gemmcache.ladder import Ladder
 from gemmcache.problem import ProblemFamily
 from gemmcache.target import Host, Target
@@ -113,6 +114,9 @@ class Entry:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Entry:
+        row = fields.row(_ENTRY_NAMES)
+        if row is not None and _plain_entry(row):
+            return cls(**row)
         _given(fields, "kernel", "record")
         entry = cls(
             m=fields.integer("m", low=1, high=(1 << 31) - 1),
@@ -129,6 +133,25 @@ class Entry:
         if (entry.origin == TUNED) != (entry.record is not None):
             raise fields.fail("record", "must be given for the origin 'tuned', and only for it")
         return entry
+
+
+_ENTRY_NAMES = frozenset(Entry.__dataclass_fields__)
+_MAX_M = (1 << 31) - 1
+
+
+def _plain_entry(row: Mapping[str, Any]) -> bool:
+    """Whether an entry is in order at a glance; one that is not is read field by field, to say what is wrong."""
+    kernel, record = row["kernel"], row["record"]
+    return (
+        type(row["m"]) is int
+        and 1 <= row["m"] <= _MAX_M
+        and (row["choice"] == KERNEL if codec.is_digest(kernel) else kernel is None and row["choice"] == LIBRARY)
+        and (row["origin"] == TUNED if codec.is_digest(record) else record is None and row["origin"] == PREDICTED)
+        and all(row[name] is None or (type(row[name]) is float and row[name] > 0) for name in _MEASURED)
+    )
+
+
+_MEASURED = ("us", "library_us", "error")
 
 
 def _given(fields: codec.Fields, *names: str) -> None:
@@ -252,9 +275,12 @@ class Part:
         for digest, spec in specs.items():
             if spec.arch != self.target.arch or spec.sm_count not in (None, self.target.sm_count):
                 raise fields.fail("kernels", f"has kernel {digest}, which is not for {self.target}")
+        limits = {digest: (spec.operands, spec.divisibility) for digest, spec in specs.items()}
         for table in self.tables:
+            n, k, operands = table.family.n, table.family.k, operands_of(table.family)
             for digest in {e.kernel for e in table.entries if e.kernel}:
-                if not specs[digest].serves(table.family):
+                made_for, divisor = limits[digest]
+                if made_for != operands or n % divisor or k % divisor:
                     raise fields.fail("tables", f"gives {table.family} the kernel {digest}, not made for it")
 
 

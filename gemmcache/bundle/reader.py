@@ -127,7 +127,7 @@ class BundleReader:
         Raises as `read_blob`; then nothing stays open.
         """
         with fs.storage_errors(f"can't copy blob {blob.digest} of {self.path}"):
-            fd = memory.sealed_copy(fs.chunks(self._descriptor(blob), blob.size), blob.size)
+            fd = memory.sealed_copy_of_file(self._descriptor(blob), blob.size)
             try:
                 if memory.digest_of(fd, blob.size) != blob.digest:
                     raise _damaged(self.path, blob)

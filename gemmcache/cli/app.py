@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 
 import click
 
 from gemmcache._version import __version__
-from gemmcache.errors import EXIT_INTERRUPT, EXIT_TOOL, EXIT_USAGE, GemmcacheError
+from gemmcache.errors import EXIT_INTERRUPT, EXIT_TOOL, EXIT_USAGE, GemmcacheError, StorageError
 
 #: command -> one line of help. The command's function is `command` in module `gemmcache.cli.<name>`.
 COMMANDS: dict[str, str] = {
@@ -66,8 +67,11 @@ def run(args: list[str]) -> int:
         _report(error, as_json="--json" in args)
         return error.exit_code
     except BrokenPipeError:
-        # The reader of stdout went away (`| head`); nothing is left to say to it.
-        sys.stderr.close()
+        # The reader of stdout went away (`| head`); what the interpreter flushes at exit must not fail on it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_TOOL
+    except OSError as error:
+        _report(StorageError(f"{error.filename or 'output'}: {error.strerror}"), as_json=False)
         return EXIT_TOOL
     return result if isinstance(result, int) else 0
 

@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gemmcache.cli.options import existing_records_option, target_of
 from gemmcache.cli.output import json_option, print_json, print_table
 from gemmcache.cli.progress import progress
 from gemmcache.cli.source import source_options, workload_of
 from gemmcache.errors import UsageError
-from gemmcache.target import TARGETS, Target, detect_target, named_target
+from gemmcache.target import TARGETS
 
 if TYPE_CHECKING:
     from gemmcache.build.builder import Built
     from gemmcache.build.plan import TargetPlan
-
-
-def target_of(name: str) -> Target:
-    """The target of `--target`: a product's short name, or `native` for the GPU of this machine."""
-    return detect_target() if name == "native" else named_target(name)
 
 
 @click.command("build")
@@ -37,7 +33,14 @@ def target_of(name: str) -> Target:
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder of the bundle.")
 @click.option("--name", metavar="NAME", help="Name of the bundle; the source's name by default.")
 @click.option("--require-tuned", is_flag=True, help="Refuse to predict what has no tuning record.")
-@click.option("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of your own tuning records.")
+@click.option(
+    "--untuned",
+    type=click.Choice(["predict", "library"]),
+    default="predict",
+    show_default=True,
+    help="What serves problems without a tuning record: the kernel that the models predict, or cuBLAS.",
+)
+@existing_records_option
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes; one a CPU by default.")
 @json_option
 def command(
@@ -50,14 +53,16 @@ def command(
     out: Path,
     name: str | None,
     require_tuned: bool,
-    records: Path | None,
+    untuned: str,
+    folder: Path | None,
     jobs: int | None,
     as_json: bool,
 ) -> int:
     """Compile the winners for SOURCE into a bundle in DIR.
 
     SOURCE is a Hugging Face config.json, a trace folder, a list of problems, or the name of a shipped model config.
-    Problems without a tuning record for the target are predicted by the cost model and marked so. A bundle that is in
+    Problems without a tuning record for the target are predicted, from tuned neighbours or by the cost model, and
+    marked so: a prediction can be slower than cuBLAS. A bundle that is in
     DIR already is replaced at once, or left as it was if anything fails.
     """
     from gemmcache.build.builder import build
@@ -76,9 +81,9 @@ def command(
     workload = workload_of(source, fuse, tp, dtype)
     families, host = kernel_families(), detect_host()
     toolchain = detect_toolchain(families.values())
-    with Records.open(records, read_only=True) as layers:
+    with Records.open(folder, read_only=True) as layers:
         planner = Planner(layers, families, toolchain, host)
-        plans = [planner.plan(workload, t, ms=ms, require_tuned=require_tuned) for t in chosen]
+        plans = [planner.plan(workload, t, ms=ms, require_tuned=require_tuned, untuned=untuned) for t in chosen]
     total = len({d for p in plans for d in p.specs})
     with progress("compiling", total) as ticker:
         built = build(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gemmcache.cli.options import existing_records_option, records_option, target_of
 from gemmcache.cli.output import json_option, plain, print_json, print_table
 from gemmcache.errors import EXIT_FINDINGS, EXIT_OK, MissingRecordError, StorageError, UsageError
 
@@ -23,16 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 SHORT = 12
 
 
-def records_option(function: F) -> F:
-    """`--records FOLDER`: another folder than the user's own."""
-    return click.option(
-        "--records",
-        "folder",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Records folder [default: $GEMMCACHE_RECORDS_DIR, else the user's data folder].",
-    )(function)
-
-
 def target_option(function: F) -> F:
     """`--target NAME`: only records of one product."""
     return click.option("--target", "target_name", metavar="NAME", help="Only this GPU: h200, h100, ... or 'native'.")(
@@ -41,11 +32,7 @@ def target_option(function: F) -> F:
 
 
 def _target(name: str | None) -> Target | None:
-    from gemmcache.target import detect_target, named_target
-
-    if name is None:
-        return None
-    return detect_target() if name == "native" else named_target(name)
+    return None if name is None else target_of(name)
 
 
 def _selected(records: Records, target: Target | None, layer: str | None = None) -> list[Layered]:
@@ -151,7 +138,7 @@ def _matching(found: list[Layered], prefix: str) -> Layered:
 
 @command.command("show")
 @click.argument("digest", metavar="DIGEST-PREFIX")
-@records_option
+@existing_records_option
 @json_option
 def show(digest: str, folder: Path | None, as_json: bool) -> None:
     """Show one record with all its trials."""
@@ -209,7 +196,7 @@ def show(digest: str, folder: Path | None, as_json: bool) -> None:
 )
 @target_option
 @click.option("--shipped", is_flag=True, help="Export the shipped records as well.")
-@records_option
+@existing_records_option
 def export(file: Path, kind: str | None, target_name: str | None, shipped: bool, folder: Path | None) -> None:
     """Write the user's records to FILE: JSON lines to exchange, CSV (one row a trial) for spreadsheets."""
     from gemmcache.records.interchange import write_jsonl

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gemmcache.cli.options import records_option
 from gemmcache.cli.output import json_option, print_json, print_table
 from gemmcache.cli.progress import progress
 from gemmcache.cli.source import source_options, workload_of
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @source_options
-@click.option("--records", type=click.Path(path_type=Path), metavar="DIR", help="Folder of your own tuning records.")
+@records_option
 @click.option("--family", "names", multiple=True, metavar="NAME", help="Kernel families to search; all by default.")
 @click.option("--device", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="CUDA device.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Compiler processes; one a CPU by default.")
@@ -34,7 +35,7 @@ def command(
     tp: int,
     dtype: str | None,
     ms: tuple[int, ...] | None,
-    records: Path | None,
+    folder: Path | None,
     names: tuple[str, ...],
     device: int,
     jobs: int | None,
@@ -61,16 +62,17 @@ def command(
     if unknown:
         raise UsageError(f"kernel family '{unknown[0]}' is not installed", remedy=f"installed: {', '.join(installed)}")
     families = [f for n, f in installed.items() if not names or n in names]
-    toolchain = detect_toolchain(installed.values())
+    # Only those that are searched: what a part of the families won is no record of all of them.
+    toolchain = detect_toolchain(families)
     workload = workload_of(source, fuse, tp, dtype)
     # By family, so that a family's weights are made once; families in order of their weight.
     weights = workload.problems(ms)
     heavy = {family: -count for family, count in workload.families().items()}
     problems = sorted(weights, key=lambda p: (heavy[p.family], str(p.family), p.m))
     with (
-        tempfile.TemporaryDirectory(prefix="gemmcache-tune-") as folder,
+        tempfile.TemporaryDirectory(prefix="gemmcache-tune-") as scratch,
         WorkerExecutor(device, toolchain) as executor,
-        Records.open(records) as store,
+        Records.open(folder) as store,
     ):
         tuner = Tuner(
             executor,
@@ -80,12 +82,12 @@ def command(
             ObjectCache(cache_dir() / "objects"),
             toolchain,
             detect_host(),
-            Path(folder),
+            Path(scratch),
             jobs,
         )
         target = executor.environment.target
         with progress("compiling") as ticker:
-            for family in workload.families():
+            for family in dict.fromkeys(p.family for p in tuner.pending(problems, again)):
                 tuner.candidates(family, target, progress=lambda digest, cached: ticker.advance())
         with progress("tuning", len(problems)) as ticker:
 

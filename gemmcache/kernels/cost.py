@@ -1,8 +1,7 @@
 """A roofline cost model over waves of tiles: good enough to order configs where nothing was measured.
 
 The time is the larger of two: the waves' matrix work at the rate of the SMs that a wave keeps busy, and the bytes
-through device memory at the bandwidth that those SMs can draw. The constants were set from measurements of the
-`operators` kernels on an H200; `docs/tuning.md` gives the model's regret against the shipped records.
+through device memory at the bandwidth that those SMs can draw.
 """
 
 from __future__ import annotations
@@ -33,10 +32,14 @@ _RATES: dict[str, Rates] = {
 _BY_ARCH = {"sm_80": "NVIDIA A100", "sm_90a": "NVIDIA H100", "sm_100a": "NVIDIA B200"}
 _SMS = {"NVIDIA A100": 108, "NVIDIA H100": 132, "NVIDIA B200": 148}
 
-#: What one SM can draw from device memory, TB/s, and the fixed cost of a launch and of a tile, us.
-_SM_TBPS = 0.055
-_LAUNCH_US = 3.0
-_TILE_US = 0.9
+# Fitted to the shipped H200 records by random search over the regret of the predicted config; see docs/measurements.md.
+#: TB/s that one SM can draw from device memory if its stages held nothing but weights, and how the share of
+#: weights in a stage counts.
+_SM_TBPS, _SHARE_POWER = 0.2, 0.75
+#: Fixed cost of a launch and of a tile in us, and the part of the shorter of compute and memory time that shows.
+_LAUNCH_US, _TILE_US, _OVERLAP = 2.7, 0.8, 0.32
+#: Elements of a tile over its half perimeter at which matrix work is no longer held up by shared memory.
+_FULL_RATE_TILE = 65.0
 
 
 def rates_of(target: Target) -> Rates:
@@ -50,24 +53,28 @@ def rates_of(target: Target) -> Rates:
 
 def tile_efficiency(tile_m: int, tile_n: int) -> float:
     """Share of the matrix rate that a tile reaches: operands of small tiles come from shared memory too often."""
-    return min(1.0, (tile_m * tile_n / (tile_m + tile_n)) / 85.3)
+    return min(1.0, tile_m * tile_n / (tile_m + tile_n) / _FULL_RATE_TILE)
 
 
 def estimate_us(
     problem: Problem, target: Target, *, tile: tuple[int, int], cluster: tuple[int, int] = (1, 1), swap: bool = False
 ) -> float:
-    """Microseconds for `problem` with CTA tiles of `tile` (rows of a x rows of b, before the swap of operands)."""
+    """Microseconds for `problem` with CTA tiles of `tile` (the kernel's M x N) in clusters of `cluster` CTAs.
+
+    With `swap` the kernel's M runs over the weight's rows and its N over the tokens.
+    """
     rows, columns = (problem.family.n, problem.m) if swap else (problem.m, problem.family.n)
+    weights, tokens = tile if swap else tile[::-1]
     # Whole clusters are launched, so a ragged edge costs up to a cluster of tiles.
     across = -(-rows // (tile[0] * cluster[0])) * cluster[0]
     down = -(-columns // (tile[1] * cluster[1])) * cluster[1]
     tiles = across * down * problem.family.batch
     waves = -(-tiles // target.sm_count)
     rates = rates_of(target)
-    bits8 = 2.0 if dtypes.SIZES[problem.family.a_dtype] == 1 else 1.0
-    tile_flops = 2.0 * tile[0] * tile[1] * problem.family.k
-    sm_flops_per_us = rates.tflops * 1e6 * bits8 / target.sm_count * tile_efficiency(*tile)
-    compute_us = waves * (tile_flops / sm_flops_per_us + _TILE_US)
-    busy = min(tiles, target.sm_count)
-    memory_us = problem.min_bytes / (min(rates.tbps, busy * _SM_TBPS) * 1e6)
-    return _LAUNCH_US + max(compute_us, memory_us) + 0.25 * min(compute_us, memory_us)
+    speed = 2.0 if dtypes.SIZES[problem.family.a_dtype] == 1 else 1.0
+    sm_flops_per_us = rates.tflops * 1e6 * speed / target.sm_count * tile_efficiency(*tile)
+    compute_us = waves * (2.0 * tile[0] * tile[1] * problem.family.k / sm_flops_per_us + _TILE_US)
+    share: float = (weights / (weights + tokens)) ** _SHARE_POWER
+    drawn = min(tiles, target.sm_count) * _SM_TBPS * share
+    memory_us = problem.min_bytes / (min(rates.tbps, drawn) * 1e6)
+    return _LAUNCH_US + max(compute_us, memory_us) + _OVERLAP * min(compute_us, memory_us)

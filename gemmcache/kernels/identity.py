@@ -23,15 +23,6 @@ def detect_toolchain(families: Iterable[KernelFamily]) -> Toolchain:
 def kernel_digest(spec: KernelSpec, toolchain: Toolchain, host: Host) -> str:
     """sha256 over spec, compiler version, the kernel family's sources, and the host: the launch code inside an object
     is compiled for the building machine's CPU level."""
-    sources = dict(toolchain.kernel_sources)
-    return codec.digest(
-        "kernel",
-        [
-            spec.to_value(),
-            toolchain.dsl,
-            toolchain.cuda_major,
-            toolchain.tvm_ffi,
-            sources.get(spec.config.kernel_family),
-            host.to_value(),
-        ],
-    )
+    sources = dict(toolchain.kernel_sources).get(spec.config.kernel_family)
+    made_with = [toolchain.dsl, toolchain.cuda_major, toolchain.tvm_ffi, sources]
+    return codec.digest("kernel", [spec.to_value(), *made_with, host.to_value()])

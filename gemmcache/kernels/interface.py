@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from gemmcache import codec
 from gemmcache.errors import IntegrityError, UsageError
@@ -51,14 +53,14 @@ class Config:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> Config:
-        params = fields.sub("params")
+        params = fields.sub("params").everything()
         pairs: list[tuple[str, Param]] = []
-        for name in sorted(params.extra()):
-            value = params.raw(name)
-            if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+        for name in sorted(params):
+            value = params[name]
+            if isinstance(value, (list, tuple)) and not set(map(type, value)) - {int}:
                 value = tuple(value)
             elif not isinstance(value, (bool, int, str)):
-                raise params.fail(name, f"can't be a {type(value).__name__}")
+                raise fields.fail("params", f"has a '{name}' that can't be a {type(value).__name__}")
             pairs.append((name, value))
         config = cls(fields.text("kernel_family"), tuple(pairs))
         fields.done()
@@ -124,21 +126,29 @@ class KernelSpec:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> KernelSpec:
-        spec = cls(
-            config=Config.from_fields(fields.sub("config")),
-            arch=fields.text("arch"),
-            sm_count=None if fields.raw("sm_count") is None else fields.integer("sm_count", low=1, high=4096),
-            **{name: fields.text(name) for name in _SPEC_TEXTS},
-            divisibility=fields.integer("divisibility", low=1, high=1024),
-            align_bytes=fields.integer("align_bytes", low=1, high=1024),
-        )
+        config = Config.from_fields(fields.sub("config"))
+        row = fields.row(_SPEC_NAMES)
+        if row is not None:
+            scalars = [row[name] for name in _SPEC_SCALARS]
+            try:
+                # The kernels of a bundle differ in their configs; the rest is looked at once.
+                return cls(config, *_checked_scalars(*scalars))
+            except (TypeError, IntegrityError):
+                # The error that names the field is raised below.
+                pass
+        spec = cls(config, *_spec_scalars(fields))
         fields.done()
         return spec
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Dtypes, layouts and epilogue, as `operands_of` gives them for a family of problems."""
+        return tuple(getattr(self, name) for name in _SPEC_TEXTS)
 
     def serves(self, family: ProblemFamily) -> bool:
         """Whether a kernel of this spec computes `family`: the operands agree, n and k divide."""
         divides = family.n % self.divisibility == 0 and family.k % self.divisibility == 0
-        return divides and all(getattr(self, name) == str(getattr(family, name)) for name in _SPEC_TEXTS)
+        return divides and self.operands == operands_of(family)
 
     @classmethod
     def for_family(
@@ -161,6 +171,11 @@ class KernelSpec:
         )
 
 
+def operands_of(family: ProblemFamily) -> tuple[str, ...]:
+    """What a kernel must be compiled for to compute `family`, besides n and k."""
+    return tuple(str(getattr(family, name)) for name in _SPEC_TEXTS)
+
+
 #: The fields that a spec shares with the families of problems it serves.
 _SPEC_TEXTS = (
     "a_dtype",
@@ -172,6 +187,26 @@ _SPEC_TEXTS = (
     "out_layout",
     "epilogue",
 )
+
+
+#: The fields of a spec besides its config, in the order of the constructor.
+_SPEC_SCALARS = ("arch", "sm_count", *_SPEC_TEXTS, "divisibility", "align_bytes")
+_SPEC_NAMES = frozenset((*_SPEC_SCALARS, "config"))
+
+
+def _spec_scalars(fields: codec.Fields) -> tuple[Any, ...]:
+    return (
+        fields.text("arch"),
+        None if fields.raw("sm_count") is None else fields.integer("sm_count", low=1, high=4096),
+        *(fields.text(name) for name in _SPEC_TEXTS),
+        fields.integer("divisibility", low=1, high=1024),
+        fields.integer("align_bytes", low=1, high=1024),
+    )
+
+
+@lru_cache(maxsize=256, typed=True)
+def _checked_scalars(*scalars: Any) -> tuple[Any, ...]:
+    return _spec_scalars(codec.Fields(dict(zip(_SPEC_SCALARS, scalars, strict=True)), "kernel spec"))
 
 
 class KernelFamily(ABC):

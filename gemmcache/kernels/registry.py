@@ -18,20 +18,29 @@ _BUILT_IN: dict[str, type[KernelFamily]] = {"operators": OperatorsFamily}
 @lru_cache(maxsize=1)
 def kernel_families() -> dict[str, KernelFamily]:
     """All families, sorted by name. A broken plug-in raises `UnsupportedError` that names it."""
-    classes: dict[str, type[KernelFamily]] = dict(_BUILT_IN)
+    families: dict[str, KernelFamily] = {name: made() for name, made in _BUILT_IN.items()}
+    origins: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
         if point.name in _BUILT_IN:
             continue
+        if origins.setdefault(point.name, point.value) != point.value:
+            raise UnsupportedError(
+                f"kernel family '{point.name}' is both {origins[point.name]} and {point.value}",
+                remedy="uninstall one of them",
+            )
         try:
             loaded = point.load()
-        except (ImportError, AttributeError) as error:
+            if not (isinstance(loaded, type) and issubclass(loaded, KernelFamily)):
+                raise TypeError("it is not a class derived from KernelFamily")
+            families[point.name] = loaded()
+            if families[point.name].name != point.name:
+                raise TypeError(f"its name is '{loaded.name}'")
+        except Exception as error:
+            # Importing and making it runs code of others, which can raise anything.
             raise UnsupportedError(
                 f"kernel family '{point.name}' ({point.value}) can't be loaded: {error}", remedy="uninstall or fix it"
             ) from error
-        if not (isinstance(loaded, type) and issubclass(loaded, KernelFamily)) or loaded.name != point.name:
-            raise UnsupportedError(f"'{point.value}' is not a KernelFamily named '{point.name}'")
-        classes[point.name] = loaded
-    return {name: classes[name]() for name in sorted(classes)}
+    return dict(sorted(families.items()))
 
 
 def kernel_family(name: str) -> KernelFamily:

@@ -26,9 +26,10 @@ class MeasurementPolicy:
 
     #: Inputs rotate over at least this many times the L2 size.
     l2_multiple: int = 3
-    #: Interleaved repeats of the finalists, and of all candidates in the screening before.
-    final_rounds: int = 9
+    #: Interleaved repeats of all candidates, of the finalists, and of challenger, incumbent and library at the end.
     screening_rounds: int = 2
+    final_rounds: int = 7
+    decision_rounds: int = 9
     #: How many candidates of the screening go to the finals.
     finalists: int = 8
     #: Launches in one CUDA graph: at least this many, and enough for `min_graph_us`.
@@ -41,15 +42,25 @@ class MeasurementPolicy:
     #: Rounds of the bootstrap behind confidence intervals, and its seed.
     bootstrap: int = 400
     seed: int = 0
-    version: int = 1
+    #: Version of the protocol in `gemmcache.tuning`. 1 had no decision rounds: finals decided.
+    version: int = 2
+
+    def __post_init__(self) -> None:
+        if self.version == 1:
+            object.__setattr__(self, "decision_rounds", 0)
 
     def to_value(self) -> dict[str, codec.Value]:
-        return asdict(self)
+        value = asdict(self)
+        if self.version == 1:
+            del value["decision_rounds"]
+        return value
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> MeasurementPolicy:
         names = cls.__dataclass_fields__
-        policy = cls(**{name: fields.integer(name) for name in names})
+        # Records of version 1 know nothing of decision rounds.
+        old = {"decision_rounds": 0} if fields.integer("version") == 1 else {}
+        policy = cls(**{name: old[name] if name in old else fields.integer(name) for name in names})
         fields.done()
         return policy
 

@@ -169,6 +169,10 @@ class Records:
         below = (r for r in self._shipped().all() if r.digest not in hidden)
         return (*(Layered(r, USER) for r in own), *(Layered(r, SHIPPED) for r in below))
 
+    def on_target(self, target: Target) -> tuple[TuningRecord, ...]:
+        """Every record of both layers that was measured on `target`'s product, the user's first."""
+        return tuple(f.record for f in self.all() if f.record.environment.target.key == target.key)
+
     def put(self, record: TuningRecord) -> str:
         """`RecordStore.put` on the user's layer."""
         return self._writable().put(record)

@@ -29,7 +29,19 @@ class Tally:
 
 #: Why a call that has an entry, or none, was served by the library.
 MISSES = ("family", "below", "gap", "above")
-FALLBACKS = ("empty", "device", "strides", "alignment", "divisibility", "size", "autograd", "autocast", "out")
+FALLBACKS = (
+    "empty",
+    "subclass",
+    "device",
+    "dtype",
+    "strides",
+    "alignment",
+    "divisibility",
+    "size",
+    "autograd",
+    "autocast",
+    "out",
+)
 
 
 class Counters:

@@ -30,6 +30,10 @@ class CudaDevices:
         """Whether launches go to `device` as things are."""
         return device.index == torch.cuda.current_device()
 
+    def wait(self) -> None:
+        """Waits for everything queued on the current device."""
+        torch.cuda.synchronize()
+
     def made_current(self, device: torch.device) -> AbstractContextManager[None]:
         """Makes `device` current for a `with` block, and the one before current again after it."""
         return torch.cuda.device(device)

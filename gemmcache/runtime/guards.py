@@ -31,6 +31,29 @@ def matrix_flaw(tensor: torch.Tensor, divisibility: int, align_bytes: int) -> st
     return None
 
 
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A 2-D view of `tensor` with its last dimension as columns, None if it has none."""
+    if tensor.dim() == 2:
+        return tensor
+    try:
+        return tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a non-empty tensor, and the one after its last."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.element_size()
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the address ranges of two non-empty tensors meet; they may interleave without sharing an element."""
+    (a, b), (c, d) = _span(one), _span(other)
+    return a < d and c < b
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether writing `tensor` (2-D, both sizes at least 1) could write an element twice."""
     strides = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)

@@ -60,8 +60,7 @@ def load(
             if strict or on_stale == "raise":
                 raise StaleError(text, remedy=judgement.differences[0].remedy)
             warnings.warn(text, StaleBundleWarning, stacklevel=2)
-        bundle = Bundle(reader, part, judgement, raise_on_miss=strict or on_miss == "raise")
-    return bundle
+        return Bundle(reader, part, judgement, device=device, raise_on_miss=strict or on_miss == "raise")
 
 
 def detect_facts(device: int | None = None) -> Facts:
@@ -111,18 +110,22 @@ def choose_part(parts: tuple[Part, ...], facts: Facts) -> tuple[Part, Judgement]
 class Bundle:
     """A loaded bundle. Thread-safe; calls run on the current stream of their tensors' device."""
 
-    def __init__(self, reader: BundleReader, part: Part, judgement: Judgement, *, raise_on_miss: bool) -> None:
+    def __init__(
+        self, reader: BundleReader, part: Part, judgement: Judgement, *, device: int | None, raise_on_miss: bool
+    ) -> None:
         self.manifest = reader.manifest
         self.digest = reader.digest
         self.part = part
         #: The verdict under which the bundle is served, with every difference.
         self.judgement = judgement
+        self._device = device
         self._counters = Counters()
         kernels: dict[str, Any] = {}
         if part.blob is not None:
             if part.toolchain.cuda_major is None:
                 raise IntegrityError("the manifest does not say which CUDA major the kernels need")
-            module = load_module(reader.load_blob_memfd(part.blob), part.toolchain.cuda_major)
+            blob = part.blob
+            module = load_module(blob.digest, lambda: reader.load_blob_memfd(blob), part.toolchain.cuda_major)
             kernels = bind_kernels(part, module.function)
         self._dispatchers = {t.family: Dispatcher(t, kernels) for t in part.tables}
         self._linear = Linear(self._dispatchers, self._counters, CudaDevices(part.target.capability), raise_on_miss)
@@ -140,18 +143,25 @@ class Bundle:
         """The dispatch table of each family of problems."""
         return dict(self._dispatchers)
 
-    def warm_up(self) -> int:
-        """Launches every kernel once on one row of zeros, so that no later call (under graph capture, say) is the
-        first of its kernel, which loads its code. Returns the number of kernels launched."""
-        return self._linear.warm_up()
+    def warm_up(self, device: int | None = None) -> int:
+        """Launches every kernel once, on zeros of one row, and waits: the first launch of a kernel loads its code.
+
+        Runs on CUDA `device`, by default the one that the bundle was loaded for. Returns how many kernels it launched.
+        """
+        index = self._device if device is None else device
+        return self._linear.warm_up(torch.device("cuda", torch.cuda.current_device() if index is None else index))
 
 
+#: The calls of all loaded bundles, to be marked in a forked child.
 _loaded: weakref.WeakSet[Linear] = weakref.WeakSet()
+_registered = False
 
 
 def _mark_after_fork(linear: Linear) -> None:
-    if not _loaded:
+    global _registered
+    if not _registered:
         os.register_at_fork(after_in_child=_forked)
+        _registered = True
     _loaded.add(linear)
 
 

@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from gemmcache.errors import GemmcacheError, IncompatibleError, MissingPackageError, ToolError
+from gemmcache.errors import IncompatibleError, MissingPackageError, ToolError
 
 LIBRARY = "libcute_dsl_runtime.so"
 
 _lock = threading.Lock()
 _loaded: dict[int, ctypes.CDLL] = {}
+_modules: dict[str, KernelModule] = {}
 
 
 def runtime_package(cuda_major: int) -> str:
@@ -68,10 +69,11 @@ def load_runtime_library(cuda_major: int) -> None:
 
 
 class KernelModule:
-    """A loaded shared object of kernels. It stays loaded for the life of the process."""
+    """A loaded shared object of kernels."""
 
     def __init__(self, module: Any, fd: int) -> None:
         self._module = module
+        # The dynamic loader knows libraries by path: another one under the same number would be taken for this one.
         self._fd = fd
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -83,21 +85,26 @@ class KernelModule:
         return function
 
 
-def load_module(fd: int, cuda_major: int) -> KernelModule:
-    """Loads the shared object that the sealed descriptor `fd` holds, and keeps `fd` open for good: the dynamic loader
-    knows libraries by path, and would take another one that gets the same number for this one.
+def load_module(digest: str, open_copy: Callable[[], int], cuda_major: int) -> KernelModule:
+    """The shared object with that sha256, loaded once a process and never unloaded: launches may be in flight and
+    captured graphs may hold its kernels. `open_copy` gives a sealed descriptor of its checked bytes, if it is needed.
 
     Loading through the descriptor runs the very bytes that were hashed, and works on mounts without exec. Raises
     `MissingPackageError` without the DSL's runtime library, `ToolError` if the object can't be loaded.
     """
-    import tvm_ffi
+    load_runtime_library(cuda_major)
+    with _lock:
+        if digest not in _modules:
+            fd = open_copy()
+            try:
+                import tvm_ffi
 
-    try:
-        load_runtime_library(cuda_major)
-        load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
-        return KernelModule(load(f"/proc/self/fd/{fd}", "so"), fd)
-    except (RuntimeError, OSError, ValueError) as error:
-        os.close(fd)
-        if isinstance(error, GemmcacheError):
-            raise
-        raise ToolError(f"the kernels' shared object can't be loaded: {error}") from error
+                load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
+                _modules[digest] = KernelModule(load(f"/proc/self/fd/{fd}", "so"), fd)
+            except (RuntimeError, OSError, ValueError) as error:
+                os.close(fd)
+                raise ToolError(f"the kernels' shared object can't be loaded: {error}") from error
+            except BaseException:
+                os.close(fd)
+                raise
+        return _modules[digest]

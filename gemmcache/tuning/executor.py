@@ -111,10 +111,13 @@ class WorkerExecutor:
         worker stays alive even without candidates."""
         lost: list[Trial] = []
         remaining = task
+        restarted = False
         while True:
             pipe = self._start()
-            pipe.send(remaining)
-            key = LIBRARY_KEY
+            key: str | None = None
+            # Of a worker that died just now, the next `_receive` tells.
+            with contextlib.suppress(OSError):
+                pipe.send(remaining)
             while True:
                 message = self._receive(self._step_s)
                 if message is None or message[0] == "lost":
@@ -123,13 +126,21 @@ class WorkerExecutor:
                     key = str(message[1])
                 elif message[0] == "failed":
                     raise MeasurementError(str(message[1]))
+                elif message[0] == "broken":
+                    self._stop()
+                    raise MeasurementError(f"{task.problem}: the worker failed: {message[1]}")
                 elif isinstance(message[1], Outcome):
                     return replace(message[1], trials=(*message[1].trials, *lost))
             reason = self._post_mortem() if message is None else str(message[1])
             self._stop()
+            if key is None and not restarted:
+                # It died before this task did anything: of what came before, or killed from outside.
+                restarted = True
+                continue
             culprit = next((c for c in remaining.candidates if c.kernel == key), None)
             if culprit is None:
-                raise DeviceError(f"{task.problem}: the library's own run failed: {reason}")
+                what = "the library's own run failed" if key == LIBRARY_KEY else "the worker does not stay alive"
+                raise DeviceError(f"{task.problem}: {what}: {reason}")
             lost.append(Trial(culprit.config, FAILED, detail=reason[:500]))
             if len(lost) > _MAX_LOSSES:
                 raise MeasurementError(f"{task.problem}: {len(lost)} candidates took the worker down, giving up")

@@ -26,10 +26,12 @@ class Candidate:
 class Outcome:
     """What one problem's measurement gave: every trial of the finals, and those that were wrong or failed before.
 
-    `samples_us` of finalists and `baseline_us` are paired: sample i of each was taken in round i.
+    `contenders` are the configs that met the library in the decision rounds, the challenger first. Their
+    `samples_us` and `baseline_us` are paired: sample i of each was taken in round i of the decision.
     """
 
     trials: tuple[Trial, ...]
+    contenders: tuple[Config, ...]
     baseline_us: tuple[float, ...]
     conditions: tuple[tuple[str, float], ...]
     screened: int

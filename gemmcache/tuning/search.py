@@ -1,8 +1,8 @@
-"""Searching one problem: every candidate is screened, the best are checked and then timed again, interleaved."""
+"""Searching one problem: screening of all candidates, numeric gate, finals, and a decision against the library."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 from gemmcache.errors import MeasurementError
@@ -15,68 +15,130 @@ Notify = Callable[[str], None]
 
 
 def search(
-    bench: ProblemBench, candidates: Sequence[Candidate], policy: MeasurementPolicy, notify: Notify = lambda key: None
+    bench: ProblemBench,
+    candidates: Sequence[Candidate],
+    policy: MeasurementPolicy,
+    notify: Notify = lambda key: None,
+    incumbent: str | None = None,
 ) -> Outcome:
-    """Screens all `candidates`, checks the numbers of the fastest until `policy.finalists` are right, and times
-    these and the library in `policy.final_rounds` interleaved rounds.
+    """Screens all `candidates`; checks the numbers of the fastest until `policy.finalists` are right, and of the
+    `incumbent` (a kernel digest) in any case; times these in interleaved rounds; then times the best of them, the
+    incumbent and the library once more, in fresh rounds of their own: whoever won the finals was also lucky there.
 
     Candidates that fail or compute wrong numbers are trials of the outcome as well. Raises `MeasurementError` if
     the library itself fails, `DeviceError` if the device is lost.
     """
-    losers: list[Trial] = []
-    ready: list[Candidate] = []
-    notify(LIBRARY_KEY)
-    bench.prepare(LIBRARY_KEY)
-    for candidate in candidates:
-        notify(candidate.kernel)
-        try:
-            bench.prepare(candidate.kernel)
-        except MeasurementError as error:
-            losers.append(Trial(candidate.config, FAILED, detail=error.message))
-        else:
-            ready.append(candidate)
-
-    screening: dict[str, list[float]] = {c.kernel: [] for c in ready}
-    for _ in range(policy.screening_rounds):
-        for candidate in ready:
-            notify(candidate.kernel)
-            screening[candidate.kernel].append(bench.sample_us(candidate.kernel))
-
-    def pace(candidate: Candidate) -> float:
-        samples = screening[candidate.kernel]
-        # A screening sample that is no time at all ranks first, to be flagged with the finalists' samples.
-        return min(samples) if not flaws(samples) else 0.0
-
-    finalists: list[tuple[Candidate, float]] = []
-    for candidate in sorted(ready, key=lambda c: (pace(c), c.order)):
-        if len(finalists) >= policy.finalists:
-            bench.release(candidate.kernel)
-            continue
-        notify(candidate.kernel)
-        found = flaws(screening[candidate.kernel])
-        if found:
-            losers.append(Trial(candidate.config, FLAGGED, detail="; ".join(found)))
-            continue
-        worst = bench.error(candidate.kernel)
-        if not worst * 1000 <= policy.max_error_milli:
-            samples = tuple(s for s in screening[candidate.kernel] if s > 0)
-            losers.append(Trial(candidate.config, WRONG, samples, worst, detail=f"relative error {worst:.3g}"))
-        else:
-            finalists.append((candidate, worst))
-
-    finals: dict[str, list[float]] = {LIBRARY_KEY: [], **{c.kernel: [] for c, _ in finalists}}
-    keys = list(finals)
-    for turn in range(policy.final_rounds):
-        # Every round starts elsewhere, so that no candidate always follows the same one.
-        for key in keys[turn % len(keys) :] + keys[: turn % len(keys)]:
-            notify(key)
-            finals[key].append(bench.sample_us(key))
-
-    trials = [Trial(c.config, OK, tuple(finals[c.kernel]), error) for c, error in finalists]
-    trials.sort(key=lambda t: median(t.samples_us) if t.samples_us else float("inf"))
+    race = _Race(bench, policy, notify)
+    race.prepare(candidates)
+    race.screen()
+    race.qualify(incumbent)
+    race.rounds([c.kernel for c in race.running], policy.final_rounds)
+    contenders = race.contenders(incumbent)
+    baseline = race.rounds([LIBRARY_KEY, *(c.kernel for c in contenders)], policy.decision_rounds)[LIBRARY_KEY]
+    running = {c.kernel for c in race.running}
+    trials = [
+        Trial(c.config, OK, tuple(race.samples[c.kernel]), race.errors[c.kernel])
+        for c in race.running
+        if race.samples[c.kernel]
+    ]
+    trials.sort(key=lambda t: median(t.samples_us))
     return Outcome(
-        trials=(*trials, *losers),
-        baseline_us=tuple(finals[LIBRARY_KEY]),
+        trials=(*trials, *race.losers),
+        contenders=tuple(c.config for c in contenders if c.kernel in running),
+        baseline_us=tuple(baseline),
         conditions=tuple(sorted(bench.conditions().items())),
-        screened=len(ready),
+        screened=race.screened,
     )
+
+
+class _Race:
+    """The candidates still running, their samples of the latest rounds, and the trials of those that are out."""
+
+    def __init__(self, bench: ProblemBench, policy: MeasurementPolicy, notify: Notify) -> None:
+        self.bench, self.policy, self.notify = bench, policy, notify
+        self.running: list[Candidate] = []
+        self.losers: list[Trial] = []
+        self.samples: dict[str, list[float]] = {}
+        self.errors: dict[str, float] = {}
+        self.screened = 0
+
+    def prepare(self, candidates: Iterable[Candidate]) -> None:
+        self.notify(LIBRARY_KEY)
+        self.bench.prepare(LIBRARY_KEY)
+        for candidate in candidates:
+            self.notify(candidate.kernel)
+            try:
+                self.bench.prepare(candidate.kernel)
+            except MeasurementError as error:
+                self.losers.append(Trial(candidate.config, FAILED, detail=error.message))
+            else:
+                self.running.append(candidate)
+        self.screened = len(self.running)
+
+    def screen(self) -> None:
+        """Times every candidate a few times; those whose timer is broken are out."""
+        self.rounds([c.kernel for c in self.running], self.policy.screening_rounds, warm_up=False)
+        for candidate in list(self.running):
+            found = flaws(self.samples[candidate.kernel])
+            if found:
+                self._out(candidate, Trial(candidate.config, FLAGGED, detail="; ".join(found)))
+
+    def qualify(self, incumbent: str | None) -> None:
+        """Leaves the fastest candidates with right numbers, and the incumbent if its numbers are right."""
+        qualified = 0
+        for candidate in sorted(self.running, key=lambda c: (min(self.samples[c.kernel]), c.order)):
+            if qualified >= self.policy.finalists and candidate.kernel != incumbent:
+                self.running.remove(candidate)
+                self.bench.release(candidate.kernel)
+                continue
+            self.notify(candidate.kernel)
+            try:
+                error = self.bench.error(candidate.kernel)
+            except MeasurementError as refusal:
+                self._out(candidate, Trial(candidate.config, FAILED, detail=refusal.message))
+                continue
+            if not error * 1000 <= self.policy.max_error_milli:
+                samples = tuple(self.samples[candidate.kernel])
+                detail = f"relative error {error:.3g}"
+                self._out(candidate, Trial(candidate.config, WRONG, samples, error, detail=detail))
+                continue
+            self.errors[candidate.kernel] = error
+            qualified += 1
+
+    def contenders(self, incumbent: str | None) -> list[Candidate]:
+        """Who meets the library: the simplest of those tied for the best finals, and the incumbent."""
+        timed = [c for c in self.running if not flaws(self.samples[c.kernel])]
+        if not timed:
+            return []
+        pace = {c.kernel: median(self.samples[c.kernel]) for c in timed}
+        limit = min(pace.values()) * (1 + self.policy.tie_milli / 1000)
+        challenger = min((c for c in timed if pace[c.kernel] <= limit), key=lambda c: c.order)
+        return [challenger, *(c for c in timed if c.kernel == incumbent and c is not challenger)]
+
+    def rounds(self, keys: Sequence[str], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
+        """Interleaved samples of `keys`, which replace older ones. A round that is not counted goes before, where
+        what ran last may have left clocks and caches in another state; every round starts with another key.
+        """
+        taken: dict[str, list[float]] = {key: [] for key in keys}
+        alive = list(keys)
+        for turn in range(-1 if warm_up else 0, rounds):
+            start = turn % len(alive) if alive else 0
+            for key in alive[start:] + alive[:start]:
+                self.notify(key)
+                try:
+                    sample = self.bench.sample_us(key)
+                except MeasurementError as error:
+                    if key == LIBRARY_KEY:
+                        raise
+                    alive.remove(key)
+                    candidate = next(c for c in self.running if c.kernel == key)
+                    self._out(candidate, Trial(candidate.config, FAILED, detail=error.message))
+                    continue
+                if turn >= 0:
+                    taken[key].append(sample)
+        self.samples.update(taken)
+        return taken
+
+    def _out(self, candidate: Candidate, trial: Trial) -> None:
+        self.running.remove(candidate)
+        self.losers.append(trial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +11,10 @@ from typing import Protocol
 from gemmcache.build.compile import Progress, compile_kernels
 from gemmcache.build.link import link
 from gemmcache.build.objects import ObjectCache
+from gemmcache.bundle.fs import storage_errors
 from gemmcache.codec import bytes_digest
 from gemmcache.environment import CUDA_MAJOR, Environment, Toolchain
-from gemmcache.errors import MeasurementError
+from gemmcache.errors import MeasurementError, MissingPackageError, StorageError
 from gemmcache.kernels.identity import kernel_digest
 from gemmcache.kernels.interface import Config, KernelFamily, KernelSpec
 from gemmcache.problem import Problem, ProblemFamily
@@ -118,12 +119,19 @@ class Tuner:
         candidates = tuple(
             Candidate(spec.config, digest, i) for i, (digest, spec) in enumerate(digests.items()) if digest in objects
         )
+        for error in errors.values():
+            # No fault of a candidate: recorded as one, it would hand the problem to the library for good.
+            if isinstance(error, (MissingPackageError, StorageError)):
+                raise error
+        if errors and not objects:
+            raise errors[min(errors)]
         broken = tuple(Trial(digests[d].config, FAILED, detail=str(e)[:500]) for d, e in sorted(errors.items()))
         if not objects:
             return CandidateSet((), broken, "", "")
         data = link(objects)
         path = self.folder / f"{bytes_digest(data)}.so"
-        path.write_bytes(data)
+        with storage_errors(f"can't write {path}"):
+            path.write_bytes(data)
         return CandidateSet(candidates, broken, str(path), bytes_digest(data))
 
     def tune(
@@ -143,8 +151,7 @@ class Tuner:
         environment = self.executor.environment
         for problem in problems:
             known = self.records.lookup(problem, environment.target, environment)
-            fresh = known is not None and known.environment == environment and known.policy == self.policy
-            if known is not None and fresh and not again:
+            if known is not None and self._is_fresh(known) and not again:
                 summary.kept.append(known)
                 record: TuningRecord | None = known
                 note = "kept"
@@ -155,18 +162,28 @@ class Tuner:
                 progress(problem, record, note)
         return summary
 
+    def _is_fresh(self, record: TuningRecord) -> bool:
+        return record.environment == self.executor.environment and record.policy == self.policy
+
+    def pending(self, problems: Iterable[Problem], again: bool = False) -> list[Problem]:
+        """The problems that `tune` would measure."""
+        environment = self.executor.environment
+        found = ((p, self.records.lookup(p, environment.target, environment)) for p in problems)
+        return [p for p, record in found if again or record is None or not self._is_fresh(record)]
+
     def _one(
         self, problem: Problem, environment: Environment, incumbent: Config | None, summary: Summary
     ) -> tuple[TuningRecord | None, str]:
         made = self.candidates(problem.family, environment.target)
-        task = Task(problem, made.candidates, self.policy, made.library, made.library_digest, CUDA_MAJOR)
+        held = next((c.kernel for c in made.candidates if c.config == incumbent), None)
+        task = Task(problem, made.candidates, held, self.policy, made.library, made.library_digest, CUDA_MAJOR)
         try:
             outcome = self.executor.run(task)
             record = conclude(
                 problem,
                 environment,
                 self.policy,
-                Outcome((*outcome.trials, *made.broken), outcome.baseline_us, outcome.conditions, outcome.screened),
+                replace(outcome, trials=(*outcome.trials, *made.broken)),
                 order=made.order,
                 baseline=BASELINE,
                 measured_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -32,31 +32,27 @@ def flag(trial: Trial, floor: float) -> Trial:
 
 def choose(
     trials: tuple[Trial, ...],
+    contenders: tuple[Config, ...],
     baseline_us: tuple[float, ...],
     policy: MeasurementPolicy,
-    order: Mapping[Config, int],
     incumbent: Config | None = None,
 ) -> Config | None:
-    """The config that wins, None for the library. `order` ranks configs from simple to complex."""
+    """The contender that wins, None for the library.
+
+    The incumbent stays if it beats the library at all and no contender beats it by more than the tie margin. Anyone
+    else must beat the library by more than the margin, with the lower bound of the paired ratio's interval above 1.
+    """
     library = median(baseline_us)
     tie = 1.0 + policy.tie_milli / 1000
-    usable = [t for t in trials if t.status == OK and t.us < library]
+    usable = [t for t in trials if t.config in contenders and t.status == OK and t.us < library]
     if not usable:
         return None
-    best = min(usable, key=lambda t: (t.us, order.get(t.config, len(order))))
-    tied = [t for t in usable if t.us <= best.us * tie]
-    held = next((t for t in tied if t.config == incumbent), None)
-    if held is not None:
+    best = min(usable, key=lambda t: (t.us, contenders.index(t.config)))
+    held = next((t for t in usable if t.config == incumbent), None)
+    if held is not None and held.us <= best.us * tie:
         return held.config
-    if len(best.samples_us) == len(baseline_us):
-        low, _ = ratio_interval(baseline_us, best.samples_us, rounds=policy.bootstrap, seed=policy.seed)
-    else:
-        low = library / best.us
-    if library <= best.us * tie or low <= 1.0:
-        return None
-    # A tied config must clear the library's margin too, or simplicity would buy a library tie.
-    clear = [t for t in tied if library > t.us * tie] or [best]
-    return min(clear, key=lambda t: order.get(t.config, len(order))).config
+    low, _ = ratio_interval(baseline_us, best.samples_us, rounds=policy.bootstrap, seed=policy.seed)
+    return best.config if library > best.us * tie and low > 1.0 else None
 
 
 def conclude(
@@ -76,7 +72,7 @@ def conclude(
     if found:
         raise MeasurementError(f"{problem}: the library's timing can't be trusted: {'; '.join(found)}")
     trials = tuple(flag(t, floor) for t in outcome.trials)
-    winner = choose(trials, outcome.baseline_us, policy, order, incumbent)
+    winner = choose(trials, outcome.contenders, outcome.baseline_us, policy, incumbent)
     ranked = sorted(trials, key=lambda t: (t.config != winner, t.status != OK, t.us, order.get(t.config, len(order))))
     return TuningRecord(
         problem=problem,

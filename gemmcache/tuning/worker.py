@@ -2,8 +2,8 @@
 
 Protocol over a pipe, each message a tuple: the parent sends `Task`s and None to stop; the worker answers
 ("environment", Environment), then for each task any number of ("start", key) and one of ("outcome", Outcome),
-("failed", text) for a problem that can't be measured, or ("lost", text) when the device's context is gone and the
-worker ends.
+("failed", text) for a problem that can't be measured; ("lost", text) when the device's context is gone, or
+("broken", text) after an error that nobody foresaw, and the worker ends.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Task:
 
     problem: Problem
     candidates: tuple[Candidate, ...]
+    #: Digest of the kernel that serves the problem now, if it is among the candidates.
+    incumbent: str | None
     policy: MeasurementPolicy
     #: Path of the linked shared object, the digest it must have, and the CUDA major it was compiled for.
     library: str
@@ -61,8 +63,8 @@ def serve(pipe: Connection, device: int, toolchain: Toolchain) -> None:
             return
         except MeasurementError as error:
             pipe.send(("failed", str(error)))
-        except Exception:  # noqa: BLE001 - the parent reports it; an unknown state is not measured in any further
-            pipe.send(("lost", traceback.format_exc(limit=4)))
+        except Exception:  # noqa: BLE001 - the parent reports it; nothing more is measured in an unknown state
+            pipe.send(("broken", traceback.format_exc(limit=-4)))
             return
         else:
             pipe.send(("outcome", outcome))
@@ -96,8 +98,9 @@ class _Host:
             data = Path(task.library).read_bytes()
             if bytes_digest(data) != task.library_digest:
                 raise DeviceError(f"{task.library} changed while tuning")
-            fd = memory.sealed_copy([data], len(data))
-            self.modules[task.library_digest] = load_module(fd, task.cuda_major)
+            self.modules[task.library_digest] = load_module(
+                task.library_digest, lambda: memory.sealed_copy([data], len(data)), task.cuda_major
+            )
         module = self.modules[task.library_digest]
         return {c.kernel: module.function(function_name(c.kernel)) for c in task.candidates}
 
@@ -123,7 +126,7 @@ class _Host:
             bench = GpuBench(
                 task.problem, self._inputs(task.problem.family, task), self._functions(task), task.policy, self.device
             )
-            return search(bench, task.candidates, task.policy, notify)
+            return search(bench, task.candidates, task.policy, notify, task.incumbent)
         except torch.OutOfMemoryError as error:
             raise MeasurementError(f"{task.problem} does not fit in device memory: {error}") from error
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gemmcache.build.plan import Planner, predict, speedup
+from gemmcache.build.plan import Planner, speedup
+from gemmcache.build.predict import Predictor, cheapest
 from gemmcache.bundle.interface import KERNEL, LIBRARY, PREDICTED, TUNED
 from gemmcache.errors import MissingRecordError
 from gemmcache.kernels.interface import Config
@@ -42,14 +43,17 @@ def record(problem, *trials, library=20.0, target=H200, choice="kernel"):
     )
 
 
-def plan(records=(), layers=(Layer("a", A),), target=H200, families=FAMILIES, **options):
+ONE_LAYER = (Layer("a", A),)
+
+
+def plan(records=(), layers=ONE_LAYER, target=H200, families=FAMILIES, **options):
     planner = Planner(MemoryRecords(*records), families, TOOLCHAIN, HOST)
     return planner.plan(Workload("w", tuple(layers)), target, **options)
 
 
 def test_records_decide_and_the_rest_is_predicted_and_marked():
     config = configs()[5]
-    made = plan([record(A.at(1), (config, 10.0))], ms=(1, 2))
+    made = plan([record(A.at(1), (config, 10.0))], ms=(1, 4))
     first, second = made.tables[0].entries
     assert (first.choice, first.origin, first.us, first.library_us, first.error) == (KERNEL, TUNED, 10.0, 20.0, 0.002)
     assert made.specs[first.kernel].config == config
@@ -69,6 +73,12 @@ def test_a_library_win_is_a_library_entry_without_a_kernel():
 def test_require_tuned_names_what_is_missing():
     with pytest.raises(MissingRecordError, match=r"1 of 2 problems.*2x6144x4096"):
         plan([record(A.at(1), (configs()[0], 10.0))], ms=(1, 2), require_tuned=True)
+
+
+def test_untuned_problems_can_go_to_the_library():
+    made = plan(ms=(1, 2), untuned="library")
+    assert [(e.choice, e.origin) for e in made.entries] == [(LIBRARY, PREDICTED)] * 2
+    assert made.specs == {}
 
 
 def test_another_products_record_is_not_used():
@@ -101,11 +111,30 @@ def test_what_no_kernel_family_computes_goes_to_the_library():
 def test_predictions_are_valid_configs_that_suit_small_and_large_m(name):
     target = TARGETS[name]
     space = set(FAMILIES["operators"].configs(A, target))
-    small, large = (predict(A.at(m), target, FAMILIES) for m in (1, 8192))
+    small, large = (cheapest(A.at(m), target, FAMILIES) for m in (1, 8192))
     assert small in space
     assert large in space
     if len(space) > 2:
         assert small != large
+
+
+def test_a_tuned_neighbour_decides_before_the_cost_model():
+    config = configs()[17]
+    near = Predictor([record(A.at(16), (config, 10.0))], FAMILIES, H200)
+    assert near.predict(B.at(16)) == config
+    assert near.predict(B.at(32)) == config
+    # Too far in m, another epilogue, another product: the cost model is asked.
+    assert near.predict(B.at(64)) == cheapest(B.at(64), H200, FAMILIES)
+    assert near.predict(BIASED.at(16)) is None
+    elsewhere = Predictor([record(A.at(16), (config, 10.0), target=H20)], FAMILIES, H200)
+    assert elsewhere.predict(B.at(16)) == cheapest(B.at(16), H200, FAMILIES)
+
+
+def test_a_neighbour_that_the_library_won_predicts_the_library():
+    lost = record(A.at(16), (configs()[0], 30.0), choice="library")
+    assert Predictor([lost], FAMILIES, H200).predict(B.at(16)) is None
+    nearer = record(B.at(8), (configs()[3], 10.0))
+    assert Predictor([lost, nearer], FAMILIES, H200).predict(B.at(8)) == configs()[3]
 
 
 def test_table_and_loader_agree_for_every_m():

@@ -113,7 +113,7 @@ def test_the_bytes_that_are_loaded_are_the_bytes_that_are_hashed(folder: Path, m
         # The copy itself is hashed, not what went into it.
         (folder / "blobs" / blob.digest).write_bytes(data)
         honest = memory.sealed_copy
-        monkeypatch.setattr(memory, "sealed_copy", lambda pieces, size: honest([b"\0" * size], size))
+        monkeypatch.setattr(memory, "sealed_copy_of_file", lambda source, size: honest([b"\0" * size], size))
         with pytest.raises(IntegrityError, match=blob.digest):
             reader.load_blob_memfd(blob)
         assert open_descriptors() == before

@@ -99,5 +99,5 @@ def test_the_source_digest_is_stable_and_needs_no_compiler():
 def test_estimates_are_positive_and_grow_with_the_work():
     target = TARGETS["h200"]
     for config in FAMILY.configs(PLAIN, target):
-        estimates = [FAMILY.estimate_us(config, PLAIN.at(m), target) for m in (1, 1024, 16384)]
-        assert 0 < estimates[0] < estimates[1] < estimates[2]
+        small, large = (FAMILY.estimate_us(config, PLAIN.at(m), target) for m in (1, 16384))
+        assert 0 < 10 * small < large

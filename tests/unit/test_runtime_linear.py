@@ -35,6 +35,9 @@ class CpuDevices:
     def is_current(self, device):
         return self.current
 
+    def wait(self):
+        pass
+
     @contextmanager
     def made_current(self, device):
         self.log.append("enter")
@@ -156,13 +159,103 @@ def views():
     }
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("name", sorted(views()))
-def test_views_give_the_numbers_of_torch_whatever_serves_them(name):
+def test_views_give_the_numbers_of_torch_whatever_serves_them(name, learned):
     x, path = views()[name]
     linear, counters, _ = linear_of()
     w = data(N, K)
+    if learned:
+        # The short way is open after the first call of its kind, and must keep the same limits.
+        linear(data(4, K), w)
     torch.testing.assert_close(linear(x, w).float(), expected(x, w), rtol=2e-2, atol=2e-2)
-    assert counted(counters) == {path: 1}
+    counts = counted(counters)
+    counts["kernel"] = counts.get("kernel", 0) - learned
+    assert {name: n for name, n in counts.items() if n} == {path: 1}
+
+
+def test_the_short_way_is_taken_counted_and_guarded(monkeypatch):
+    linear, counters, kernel = linear_of()
+    x, w = data(4, K), data(N, K)
+    first = linear(x, w)
+    monkeypatch.setattr(linear, "_serve", lambda *a: pytest.fail("the long way was taken"))
+    assert torch.equal(linear(x, w), first)
+    assert torch.equal(linear(x.clone(), torch.nn.Parameter(w, requires_grad=False)), first)
+    assert kernel.calls == 3
+    assert counted(counters) == {"kernel": 3}
+
+
+def test_what_closes_the_short_way():
+    linear, counters, _ = linear_of()
+    x, w = data(4, K), data(N, K)
+    linear(x, w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        linear(x, w)
+    linear(x.clone().requires_grad_(), w)
+    linear(x, w.T.contiguous().T)
+    linear(x.as_subclass(Marked), w)
+    linear(data(20, K), w)
+    assert counted(counters) == {
+        "kernel": 1,
+        "fallback_autocast": 1,
+        "fallback_autograd": 1,
+        "fallback_strides": 1,
+        "fallback_subclass": 1,
+        "miss_gap": 1,
+    }
+    linear.forked = True
+    with pytest.raises(DeviceError):
+        linear(x, w)
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass that changes nothing."""
+
+
+def test_under_vmap_the_library_serves():
+    linear, counters, _ = linear_of()
+    x, w = data(3, 4, K), data(N, K)
+    linear(x[0], w)
+    out = torch.func.vmap(lambda row: linear(row, w))(x)
+    torch.testing.assert_close(out.float(), expected(x, w), rtol=2e-2, atol=2e-2)
+    assert counted(counters)["fallback_subclass"] == 1
+
+
+def test_dtypes_that_problems_do_not_have_go_to_the_library():
+    linear, counters, _ = linear_of()
+    x, w = torch.randn(4, K, dtype=torch.float64), torch.randn(N, K, dtype=torch.float64)
+    assert torch.equal(linear(x, w), torch.nn.functional.linear(x, w))
+    assert counted(counters) == {"miss_family": 1}
+
+
+def test_an_epilogue_operand_of_another_dtype_goes_to_the_library():
+    linear, counters, kernel = linear_of()
+    x, w = data(4, K), data(N, K)
+    linear(x, w, data(N), "relu", torch.randn(4, N))
+    assert kernel.calls == 0
+    assert counted(counters) == {"fallback_dtype": 1}
+
+
+def test_an_out_that_is_an_operand_goes_to_the_library():
+    square = ProblemFamily.of(K, K)
+    kernel = Kernel()
+    table = DispatchTable(square, (Entry(K, KERNEL, TUNED, "a" * 64, RECORD),))
+    counters = Counters()
+    linear = Linear({square: Dispatcher(table, {"a" * 64: (kernel, 8, 16)})}, counters, CpuDevices(), False)
+    buffer = data(2 * K, K)
+    for x, w, out in ((buffer[:K], data(K, K), buffer[:K]), (data(K, K), buffer[:K], buffer[8 : K + 8])):
+        want = expected(x, w)
+        torch.testing.assert_close(linear(x, w, out=out).float(), want, rtol=2e-2, atol=1e-1)
+    assert kernel.calls == 0
+    assert counted(counters) == {"fallback_out": 2}
+    linear(buffer[:K], data(K, K), out=buffer[K:])
+    assert kernel.calls == 1
+
+
+def test_warm_up_launches_each_kernel_once_with_all_its_operands():
+    linear, _, kernel = linear_of()
+    assert linear.warm_up(torch.device("cpu")) == 1
+    assert kernel.calls == 1
 
 
 def test_a_weight_view_is_guarded_too():
@@ -278,7 +371,6 @@ def test_after_a_fork_kernels_are_a_clear_error_and_the_library_still_serves():
         {"out": data(5, N)},
         {"out": data(4, N).float()},
         {"activation": "swish"},
-        {"x": torch.zeros(4, K, dtype=torch.complex64)},
     ],
 )
 def test_what_does_not_fit_is_a_usage_error(arguments):

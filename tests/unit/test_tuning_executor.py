@@ -37,6 +37,9 @@ def fake_body(pipe, device, toolchain):
         if task.problem.m == 7:
             pipe.send(("failed", "does not fit in device memory"))
             continue
+        if task.problem.m == 9:
+            pipe.send(("broken", "KeyError: 'x'"))
+            return
         times = {LIBRARY_KEY: 25.0, **{c.kernel: 20.0 + c.order for c in task.candidates}}
         try:
             outcome = search(
@@ -60,7 +63,7 @@ def killing_library_body(pipe, device, toolchain):
 
 
 def task(m, candidates=CANDIDATES):
-    return Task(ProblemFamily.of(4096, 4096).at(m), candidates, POLICY, "", "", 13)
+    return Task(ProblemFamily.of(4096, 4096).at(m), candidates, None, POLICY, "", "", 13)
 
 
 def test_crash_hang_and_lost_device_become_failed_trials_and_the_rest_is_measured():
@@ -80,6 +83,13 @@ def test_a_problem_that_cannot_be_measured_leaves_the_worker_in_use():
     with WorkerExecutor(0, TOOLCHAIN, body=fake_body) as executor:
         with pytest.raises(MeasurementError, match="memory"):
             executor.run(task(7, ()))
+        assert executor.run(task(8, ())).baseline_us
+
+
+def test_an_unforeseen_error_fails_the_problem_and_a_fresh_worker_goes_on():
+    with WorkerExecutor(0, TOOLCHAIN, body=fake_body) as executor:
+        with pytest.raises(MeasurementError, match="KeyError"):
+            executor.run(task(9, ()))
         assert executor.run(task(8, ())).baseline_us
 
 

@@ -24,24 +24,65 @@ def by_config(outcome):
     return {t.config: t for t in outcome.trials}
 
 
-def test_the_best_of_the_screening_are_timed_again_with_the_library():
-    bench = FakeBench(times())
-    outcome = search(bench, CANDIDATES, POLICY)
+def test_the_best_of_the_screening_are_timed_again():
+    outcome = search(FakeBench(times()), CANDIDATES, POLICY)
     finals = [t for t in outcome.trials if t.status == OK]
     assert [t.config for t in finals] == [c.config for c in CANDIDATES[: POLICY.finalists]]
-    assert all(len(t.samples_us) == POLICY.final_rounds for t in finals)
-    assert len(outcome.baseline_us) == POLICY.final_rounds
+    assert outcome.contenders == (CANDIDATES[0].config,)
+    # The challenger's samples are those of the decision, paired with the library's.
+    assert [len(t.samples_us) for t in finals] == [POLICY.decision_rounds] + [POLICY.final_rounds] * 7
+    assert len(outcome.baseline_us) == POLICY.decision_rounds
     assert outcome.screened == len(CANDIDATES)
 
 
-def test_finals_are_interleaved_and_no_one_always_follows_the_same_neighbour():
+def test_rounds_are_interleaved_warmed_up_and_no_one_always_follows_the_same_neighbour():
     bench = FakeBench(times())
     search(bench, CANDIDATES, POLICY)
-    size = POLICY.finalists + 1
-    finals = bench.sampled[-size * POLICY.final_rounds :]
+    screened, size = POLICY.screening_rounds * len(CANDIDATES), POLICY.finalists
+    finals = bench.sampled[screened : screened + size * (POLICY.final_rounds + 1)]
     rounds = [finals[i : i + size] for i in range(0, len(finals), size)]
     assert all(sorted(r) == sorted(rounds[0]) for r in rounds)
-    assert len({r[0] for r in rounds}) == size
+    assert len({r[0] for r in rounds}) == min(size, POLICY.final_rounds + 1)
+    decision = bench.sampled[screened + len(finals) :]
+    assert len(decision) == 2 * (POLICY.decision_rounds + 1)
+    assert set(decision) == {LIBRARY_KEY, CANDIDATES[0].kernel}
+
+
+def test_the_winner_of_the_finals_is_judged_on_fresh_samples():
+    lucky = CANDIDATES[0]
+    counted = POLICY.screening_rounds + 1 + POLICY.final_rounds
+    luck = itertools.chain([10.0] * counted, itertools.repeat(30.0))
+    outcome = search(FakeBench(times(**{lucky.kernel: luck})), CANDIDATES, POLICY)
+    assert outcome.contenders == (lucky.config,)
+    assert by_config(outcome)[lucky.config].us == 30.0
+
+
+def test_the_incumbent_is_in_the_decision_however_it_did_in_the_screening():
+    incumbent = CANDIDATES[11]
+    outcome = search(FakeBench(times()), CANDIDATES, POLICY, incumbent=incumbent.kernel)
+    assert outcome.contenders == (CANDIDATES[0].config, incumbent.config)
+    assert len(by_config(outcome)[incumbent.config].samples_us) == POLICY.decision_rounds
+
+
+def test_of_tied_finalists_the_simplest_is_the_challenger():
+    outcome = search(FakeBench(times(**{CANDIDATES[4].kernel: 19.95})), CANDIDATES, POLICY)
+    assert outcome.contenders == (CANDIDATES[0].config,)
+    outcome = search(FakeBench(times(**{CANDIDATES[4].kernel: 19.0})), CANDIDATES, POLICY)
+    assert outcome.contenders == (CANDIDATES[4].config,)
+
+
+@pytest.mark.parametrize("where", ["sample", "error"])
+def test_a_candidate_that_fails_later_costs_itself_only(where):
+    broken = CANDIDATES[2]
+    bench = FakeBench(times())
+    if where == "sample":
+        bench.failing_later = (broken.kernel,)
+    else:
+        bench.error = lambda key: 0.001 if key != broken.kernel else (_ for _ in ()).throw(MeasurementError("no"))
+    outcome = search(bench, CANDIDATES, POLICY)
+    assert by_config(outcome)[broken.config].status == FAILED
+    assert outcome.contenders == (CANDIDATES[0].config,)
+    assert sum(t.status == OK for t in outcome.trials) == POLICY.finalists
 
 
 def test_fast_and_wrong_loses_and_its_error_is_kept():
@@ -81,8 +122,9 @@ def test_the_library_failing_is_an_error():
 
 
 def test_no_candidates_still_times_the_library():
-    outcome = search(FakeBench(times()), [], MeasurementPolicy(final_rounds=5))
+    outcome = search(FakeBench(times()), [], MeasurementPolicy(decision_rounds=5))
     assert outcome.trials == ()
+    assert outcome.contenders == ()
     assert len(outcome.baseline_us) == 5
 
 

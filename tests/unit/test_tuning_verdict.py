@@ -32,7 +32,7 @@ def record_of(times, baseline, incumbent=None):
         PROBLEM,
         ENVIRONMENT,
         POLICY,
-        Outcome(trials, baseline, (), len(trials)),
+        Outcome(trials, tuple(t.config for t in trials), baseline, (), len(trials)),
         order=ORDER,
         baseline="cublas",
         measured_at="2026-01-01T00:00:00Z",
@@ -72,6 +72,25 @@ def test_within_noise_of_the_incumbent_the_incumbent_stays():
     assert record_of(times, around(12)).trials[0].config == CONFIGS[0]
 
 
+def test_an_incumbent_within_noise_of_the_library_stays():
+    assert record_of([around(11.97)], around(12), incumbent=CONFIGS[0]).choice == KERNEL
+    assert record_of([around(11.97)], around(12)).choice == LIBRARY
+
+
+def test_who_did_not_meet_the_library_in_the_decision_can_not_win():
+    trials = tuple(Trial(config, OK, around(us), 0.001) for config, us in zip(CONFIGS, (10.0, 5.0), strict=False))
+    record = conclude(
+        PROBLEM,
+        ENVIRONMENT,
+        POLICY,
+        Outcome(trials, (CONFIGS[0],), around(11), (), 2),
+        order=ORDER,
+        baseline="cublas",
+        measured_at="2026-01-01T00:00:00Z",
+    )
+    assert record.trials[0].config == CONFIGS[0]
+
+
 def test_an_incumbent_that_lost_its_lead_goes():
     times = [around(10.0), around(10.5)]
     assert record_of(times, around(12), incumbent=CONFIGS[1]).trials[0].config == CONFIGS[0]
@@ -79,10 +98,6 @@ def test_an_incumbent_that_lost_its_lead_goes():
 
 def test_an_incumbent_slower_than_the_library_is_not_kept():
     assert record_of([around(12.0)], around(11.99), incumbent=CONFIGS[0]).choice == LIBRARY
-
-
-def test_of_tied_configs_the_simpler_one_wins():
-    assert record_of([around(10.03), around(10.00)], around(12)).trials[0].config == CONFIGS[0]
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
