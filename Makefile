@@ -61,7 +61,7 @@ $(BIN)/python:
 
 $(VENV)/.build: $(REQUIREMENTS) | $(BIN)/python
 	@echo "installing what a build needs into $(VENV)"
-	@$(INSTALL) '.[build,hf]'
+	@$(INSTALL) '.[build,quack,hf]'
 	@touch $@
 
 $(VENV)/.dev: $(REQUIREMENTS) | $(BIN)/python

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -58,7 +59,9 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("forkserver")
+    # The fork server's socket lies in the temporary folder and must have a path of at most 107 bytes.
+    fits = len(os.fsencode(tempfile.gettempdir())) + len("/pymp-12345678/listener-12345678") <= 107
+    context = multiprocessing.get_context("forkserver" if fits else "spawn")
     # The compiler is imported once, in the fork server; workers inherit it.
     context.set_forkserver_preload(["gemmcache.kernels.operators.entry"])
     return ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_start_worker)

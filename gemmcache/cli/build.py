@@ -150,13 +150,13 @@ def _show(built: Built, plans: list[TargetPlan], seconds: float) -> None:
         )
         counts, gain = plan.counts(), speedup(plan.entries)
         click.echo(
-            f"{counts['entries']} entries: {counts['kernel_entries']} served by {counts['unique_kernels']} unique kernels, "
-            f"{counts['library_entries']} by the library; {counts['predicted_entries']} predicted; "
+            f"{counts['entries']} entries: {counts['kernel_entries']} served by {counts['unique_kernels']} unique "
+            f"kernels, {counts['library_entries']} by the library; {counts['predicted_entries']} predicted; "
             + (f"geometric mean over tuned entries {gain:.3f} x library" if gain else "nothing tuned")
         )
         click.echo()
     click.echo(
-        f"{built.folder}: version {built.manifest.version}, {built.blob_bytes / 1e6:.2f} MB, {built.compiled} compiled, "
-        f"{built.cached} from the object cache, {seconds:.1f} s"
+        f"{built.folder}: version {built.manifest.version}, {built.blob_bytes / 1e6:.2f} MB, "
+        f"{built.compiled} compiled, {built.cached} from the object cache, {seconds:.1f} s"
     )
     click.echo(f"sha256 {built.digest}")

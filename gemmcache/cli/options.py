@@ -41,9 +41,7 @@ def _must_hold_records(context: click.Context, parameter: click.Parameter, value
     from gemmcache.records.store import is_store
 
     if value is not None and not is_store(value):
-        raise UsageError(
-            f"--records: {value} holds no tuning records", remedy="name a folder that tune or import wrote"
-        )
+        raise UsageError(f"--records: {value} holds no records", remedy="name a folder that tune or import wrote")
     return value
 
 

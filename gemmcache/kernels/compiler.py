@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gemmcache.environment import CUDA_MAJOR
+from gemmcache.epilogue import Epilogue
 from gemmcache.errors import CompileError, MissingPackageError, UnsupportedError
 from gemmcache.kernels.interface import KernelSpec
 
@@ -30,7 +31,7 @@ def element_type(dtype: str) -> Any:
 
 
 def compile_entry(entry: Any, spec: KernelSpec, function_name: str) -> bytes:
-    """The object that exports `function_name` as a tvm-ffi function `(a[M, K], b[N, K], out[M, N])`.
+    """The object that exports `function_name` as a tvm-ffi function `(a[M, K], b[N, K], out[M, N], *epilogue)`.
 
     M, N, K and the row strides are dynamic; n, k and strides are declared multiples of `spec.divisibility` and
     pointers aligned to `spec.align_bytes`, so the exported argument checks reject what breaks these limits.
@@ -58,7 +59,15 @@ def compile_entry(entry: Any, spec: KernelSpec, function_name: str) -> bytes:
 
     m = cute.sym_int()
     n, k = (cute.sym_int(divisibility=spec.divisibility) for _ in range(2))
-    operands = (operand(spec.a_dtype, m, k), operand(spec.b_dtype, n, k), operand(spec.out_dtype, m, n))
+    operands = [operand(spec.a_dtype, m, k), operand(spec.b_dtype, n, k), operand(spec.out_dtype, m, n)]
+    for name in Epilogue.parse(spec.epilogue).operands():
+        if name == "residual":
+            operands.append(operand(spec.out_dtype, m, n))
+        elif name == "bias":
+            dtype = element_type(spec.out_dtype)
+            operands.append(make_fake_tensor(dtype, (n,), stride=(1,), assumed_align=spec.align_bytes))
+        else:
+            raise UnsupportedError(f"{spec.config}: epilogue operand '{name}' has no entry ABI yet")
     # The arch is always given: without one and without a GPU the DSL would compile for sm_100a.
     compiler = cute.compile[cute.GPUArch(spec.arch), cute.EnableTVMFFI(True)]
     try:

@@ -8,17 +8,22 @@ from importlib import metadata
 from gemmcache.errors import UnsupportedError
 from gemmcache.kernels.interface import KernelFamily
 from gemmcache.kernels.operators import OperatorsFamily
+from gemmcache.kernels.quack import QuackFamily
+from gemmcache.kernels.quack.family import installed as quack_installed
 
 GROUP = "gemmcache.kernel_families"
 
 #: Built in, so that they are there without installed package metadata.
-_BUILT_IN: dict[str, type[KernelFamily]] = {"operators": OperatorsFamily}
+_BUILT_IN: dict[str, type[KernelFamily]] = {"operators": OperatorsFamily, "quack": QuackFamily}
 
 
 @lru_cache(maxsize=1)
 def kernel_families() -> dict[str, KernelFamily]:
     """All families, sorted by name. A broken plug-in raises `UnsupportedError` that names it."""
     families: dict[str, KernelFamily] = {name: made() for name, made in _BUILT_IN.items()}
+    if not quack_installed():
+        # An extra of its own: without it its records wait, and the next best serves.
+        del families["quack"]
     origins: dict[str, str] = {}
     for point in metadata.entry_points(group=GROUP):
         if point.name in _BUILT_IN:

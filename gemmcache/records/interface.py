@@ -20,6 +20,10 @@ KERNEL, LIBRARY = "kernel", "library"
 UNBOUNDED_ERROR = 1e9
 
 
+#: Fields that version 1 of the protocol did not have.
+_SINCE_2 = ("decision_rounds", "prune_milli")
+
+
 @dataclass(frozen=True, slots=True)
 class MeasurementPolicy:
     """How a record was measured and judged; part of it. Ratios are thousandths: keys hold no floats."""
@@ -30,6 +34,8 @@ class MeasurementPolicy:
     screening_rounds: int = 2
     final_rounds: int = 7
     decision_rounds: int = 9
+    #: Candidates whose estimate is more than this many thousandths of the smallest are not run; 0 runs all.
+    prune_milli: int = 2100
     #: How many candidates of the screening go to the finals.
     finalists: int = 8
     #: Launches in one CUDA graph: at least this many, and enough for `min_graph_us`.
@@ -42,24 +48,24 @@ class MeasurementPolicy:
     #: Rounds of the bootstrap behind confidence intervals, and its seed.
     bootstrap: int = 400
     seed: int = 0
-    #: Version of the protocol in `gemmcache.tuning`. 1 had no decision rounds: finals decided.
+    #: Version of the protocol in `gemmcache.tuning`. 1 ran all candidates, and finals decided.
     version: int = 2
 
     def __post_init__(self) -> None:
         if self.version == 1:
-            object.__setattr__(self, "decision_rounds", 0)
+            for name in _SINCE_2:
+                object.__setattr__(self, name, 0)
 
     def to_value(self) -> dict[str, codec.Value]:
         value = asdict(self)
         if self.version == 1:
-            del value["decision_rounds"]
+            value = {k: v for k, v in value.items() if k not in _SINCE_2}
         return value
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> MeasurementPolicy:
         names = cls.__dataclass_fields__
-        # Records of version 1 know nothing of decision rounds.
-        old = {"decision_rounds": 0} if fields.integer("version") == 1 else {}
+        old = dict.fromkeys(_SINCE_2, 0) if fields.integer("version") == 1 else {}
         policy = cls(**{name: old[name] if name in old else fields.integer(name) for name in names})
         fields.done()
         return policy

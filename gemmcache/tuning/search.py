@@ -10,6 +10,9 @@ from gemmcache.records.interface import FAILED, FLAGGED, OK, WRONG, MeasurementP
 from gemmcache.tuning.interface import LIBRARY_KEY, Candidate, Outcome, ProblemBench
 from gemmcache.tuning.samples import flaws
 
+#: A candidate this many times slower than the best at first sight is not screened again.
+_REACH = 1.5
+
 #: Called before anything is run for a candidate, so that a crash can be laid at its door.
 Notify = Callable[[str], None]
 
@@ -76,8 +79,16 @@ class _Race:
         self.screened = len(self.running)
 
     def screen(self) -> None:
-        """Times every candidate a few times; those whose timer is broken are out."""
-        self.rounds([c.kernel for c in self.running], self.policy.screening_rounds, warm_up=False)
+        """Times every candidate once, and those within reach of the best again; a broken timer is out."""
+        first = self.rounds([c.kernel for c in self.running], min(1, self.policy.screening_rounds), warm_up=False)
+        self._flag_broken()
+        best = min((min(first[c.kernel]) for c in self.running if first[c.kernel]), default=0.0)
+        close = [c.kernel for c in self.running if min(first[c.kernel]) <= _REACH * best]
+        again = self.rounds(close, self.policy.screening_rounds - 1, warm_up=False)
+        self.samples.update({key: first[key] + again.get(key, []) for key in first})
+        self._flag_broken()
+
+    def _flag_broken(self) -> None:
         for candidate in list(self.running):
             found = flaws(self.samples[candidate.kernel])
             if found:

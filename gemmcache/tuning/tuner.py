@@ -162,6 +162,19 @@ class Tuner:
                 progress(problem, record, note)
         return summary
 
+    def _plausible(
+        self, problem: Problem, target: Target, candidates: Sequence[Candidate], incumbent: Config | None
+    ) -> tuple[Candidate, ...]:
+        """The candidates that the cost models don't rule out by `policy.prune_milli`, and the incumbent."""
+        models = {f.name: f for f in self.families}
+        estimates = {
+            c.kernel: models[c.config.kernel_family].estimate_us(c.config, problem, target)
+            for c in candidates
+            if c.config.kernel_family in models
+        }
+        limit = min(estimates.values(), default=0.0) * (self.policy.prune_milli / 1000 or float("inf"))
+        return tuple(c for c in candidates if c.config == incumbent or estimates.get(c.kernel, 0.0) <= limit)
+
     def _is_fresh(self, record: TuningRecord) -> bool:
         return record.environment == self.executor.environment and record.policy == self.policy
 
@@ -175,8 +188,9 @@ class Tuner:
         self, problem: Problem, environment: Environment, incumbent: Config | None, summary: Summary
     ) -> tuple[TuningRecord | None, str]:
         made = self.candidates(problem.family, environment.target)
+        candidates = self._plausible(problem, environment.target, made.candidates, incumbent)
         held = next((c.kernel for c in made.candidates if c.config == incumbent), None)
-        task = Task(problem, made.candidates, held, self.policy, made.library, made.library_digest, CUDA_MAJOR)
+        task = Task(problem, candidates, held, self.policy, made.library, made.library_digest, CUDA_MAJOR)
         try:
             outcome = self.executor.run(task)
             record = conclude(

@@ -80,24 +80,28 @@ def test_eight_builds_of_one_content_make_one_bundle(warm, tmp_path):
 KILLER = """
 import json, os, random, signal, sys, time
 from gemmcache.cli.app import run
-commands, seconds = json.loads(sys.argv[1]), float(sys.argv[2])
+commands, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-for command in commands:
-    assert run(command) == 0
-draw, killed, whole, turn = random.Random(7), 0, 0, 0
-until = time.monotonic() + seconds
-while time.monotonic() < until:
-    turn += 1
+draw, killed, ended = random.Random(7), 0, 0
+def build(turn, wait):
     child = os.fork()
     if child == 0:
         os._exit(run(commands[turn % 2]))
-    time.sleep(draw.uniform(0.0, 0.05))
-    os.kill(child, signal.SIGKILL)
+    started = time.monotonic()
+    if wait is not None:
+        time.sleep(wait)
+        os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
-    assert status in (0, signal.SIGKILL), status
+    assert status in ((0,) if wait is None else (0, signal.SIGKILL)), status
+    return status, time.monotonic() - started
+run(commands[0])
+# As long as builds take on this machine as it is now, and a little longer.
+long = max(build(turn, None)[1] for turn in range(4)) * 1.3
+for turn in range(rounds):
+    status, _ = build(turn, draw.uniform(0.0, long))
     killed += status != 0
-    whole += status == 0
-print(killed, whole, file=sys.stderr)
+    ended += status == 0
+print(killed, ended, file=sys.stderr)
 """
 
 
@@ -105,7 +109,7 @@ def test_builds_that_are_killed_at_any_moment_leave_a_whole_bundle(warm, tmp_pat
     out = tmp_path / "b"
     commands = [command(tmp_path, name, out) for name in MS]
     assert gemmcache(*commands[0], env=warm).returncode == 0
-    arguments = [sys.executable, "-c", KILLER, json.dumps(commands), "5"]
+    arguments = [sys.executable, "-c", KILLER, json.dumps(commands), "60"]
     killer = subprocess.Popen(arguments, env=warm, stderr=subprocess.PIPE, text=True)
     seen = []
     while killer.poll() is None:
@@ -114,8 +118,8 @@ def test_builds_that_are_killed_at_any_moment_leave_a_whole_bundle(warm, tmp_pat
     assert killer.returncode == 0, err
     # Some were killed, and some were quick enough to end.
     killed, ended = map(int, err.split())
-    assert killed > 20
-    assert ended
+    assert killed > 10
+    assert ended > 1
     assert set(seen) == set(MS)
     check(out)
     # The next build finishes the work, whatever was left.

@@ -96,7 +96,7 @@ def test_a_tuning_run_that_is_killed_over_and_over_resumes_and_ends_with_the_sam
         for _ in range(kept + 1):
             if not process.stdout.readline():
                 break
-        time.sleep(draw.uniform(0.0, 0.25))
+        time.sleep(draw.uniform(0.0, 0.15))
         process.kill()
         out, err = process.communicate(timeout=60)
         assert process.returncode in (0, -9), err

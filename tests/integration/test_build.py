@@ -137,13 +137,15 @@ def test_builds_in_two_folders_are_equal(llama, tmp_path):
 
 
 def test_everything_compiled_anew_in_other_processes_gives_the_same_bytes(tmp_path):
-    """Hash seed, working folder, cache and umask differ; nothing is taken from a cache."""
+    """Hash seed, working folder, cache and temporary folder differ; nothing is taken from a cache."""
     source = problems(tmp_path, {"n": 256, "k": 128, "ms": [1, 64]}, {"n": 512, "k": 256, "dtype": "fp16", "ms": [16]})
     started = []
     for i, seed in enumerate(("1", "4242")):
         here = tmp_path / f"here{i}"
-        here.mkdir()
-        env = environment(here / "cache", here / "records", PYTHONHASHSEED=seed, TMPDIR=str(here))
+        # The second is too long for a socket in it, which multiprocessing would like to make.
+        temporary = here / ("t" * 120 * i or "t")
+        temporary.mkdir(parents=True)
+        env = environment(here / "cache", here / "records", PYTHONHASHSEED=seed, TMPDIR=str(temporary))
         command = [sys.executable, "-m", "gemmcache", "build", str(source), "--target", "h200", "--out", "b", "--json"]
         started.append(
             subprocess.Popen(command, env=env, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

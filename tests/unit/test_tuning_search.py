@@ -16,7 +16,7 @@ CANDIDATES = [candidate(i) for i in range(12)]
 
 
 def times(**extra):
-    base = {c.kernel: 20.0 + i for i, c in enumerate(CANDIDATES)}
+    base = {c.kernel: 20.0 + i / 2 for i, c in enumerate(CANDIDATES)}
     return {LIBRARY_KEY: 25.0, **base, **extra}
 
 
@@ -46,6 +46,14 @@ def test_rounds_are_interleaved_warmed_up_and_no_one_always_follows_the_same_nei
     decision = bench.sampled[screened + len(finals) :]
     assert len(decision) == 2 * (POLICY.decision_rounds + 1)
     assert set(decision) == {LIBRARY_KEY, CANDIDATES[0].kernel}
+
+
+def test_the_hopeless_are_not_screened_again():
+    slow = CANDIDATES[9]
+    bench = FakeBench(times(**{slow.kernel: 60.0}))
+    search(bench, CANDIDATES, POLICY)
+    assert bench.sampled.count(slow.kernel) == 1
+    assert bench.sampled.count(CANDIDATES[10].kernel) == POLICY.screening_rounds
 
 
 def test_the_winner_of_the_finals_is_judged_on_fresh_samples():

@@ -6,7 +6,7 @@ import pytest
 
 from gemmcache.build.objects import ObjectCache
 from gemmcache.errors import MeasurementError
-from gemmcache.kernels.interface import Config
+from gemmcache.kernels.interface import Config, KernelFamily
 from gemmcache.problem import ProblemFamily
 from gemmcache.records.interface import FAILED, KERNEL, LIBRARY, OK, Trial
 from gemmcache.target import Host
@@ -45,6 +45,26 @@ def tuner(tmp_path, monkeypatch):
         return tuner
 
     return made
+
+
+class Model(KernelFamily):
+    """A cost model only: the slow config is estimated at three times the fast one's time."""
+
+    name = "fake"
+    source_digest = unsupported = configs = spec = compile = None
+
+    def estimate_us(self, config, problem, target):
+        return 10.0 if config == FAST else 30.0
+
+
+def test_what_the_cost_model_rules_out_is_not_run_unless_it_is_the_incumbent(tuner):
+    made = tuner()
+    made.families = [Model()]
+    record = made.tune(PROBLEMS[:1]).tuned[0]
+    assert [t.config for t in record.trials if t.status == OK] == [FAST]
+    candidates = made.candidates(FAMILY, ENVIRONMENT.target).candidates
+    kept = made._plausible(PROBLEMS[0], ENVIRONMENT.target, candidates, SLOW)
+    assert [c.config for c in kept] == [FAST, SLOW]
 
 
 def test_each_problem_gets_a_record_with_winner_baseline_and_broken_candidates(tuner):
