@@ -71,7 +71,7 @@ def run(args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_TOOL
     except OSError as error:
-        _report(StorageError(f"{error.filename or 'output'}: {error.strerror}"), as_json=False)
+        _report(StorageError(f"{error.filename or 'output'}: {error.strerror or error}"), as_json=False)
         return EXIT_TOOL
     return result if isinstance(result, int) else 0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from gemmcache.build import link as linking
 from gemmcache.build.objects import ObjectCache
 from gemmcache.errors import StorageError, ToolError, UsageError
+from tests.conftest import ROOT
 
 ONE, TWO = "1" * 64, "2" * 64
 DATA = bytes(range(256)) * 3
@@ -54,7 +57,10 @@ def test_an_entry_under_another_kernels_name_is_a_miss(cache):
 def test_what_is_no_file_is_a_miss_and_never_waited_for(cache):
     path = cache.folder / f"{TWO}.o"
     os.mkfifo(path)
-    assert cache.get(TWO) is None
+    code = "import sys; from pathlib import Path; from gemmcache.build.objects import ObjectCache\n"
+    code += "sys.exit(ObjectCache(Path(sys.argv[1])).get(sys.argv[2]) is not None)"
+    # In a process that can be ended, should it wait for a writer.
+    subprocess.run([sys.executable, "-c", code, str(cache.folder), TWO], timeout=20, check=True, cwd=ROOT)
     cache.put(TWO, DATA)
     assert cache.get(TWO) == DATA
     path.unlink()

@@ -207,35 +207,58 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def slow_build(warm: dict[str, str], tmp_path: Path, *, seconds: float) -> tuple[subprocess.Popen[str], Path]:
-    """A build with an empty object cache that is compiling as this returns, and the log of what it compiles."""
-    log = tmp_path / "log"
-    env = {**warm, "GEMMCACHE_CACHE_DIR": str(tmp_path / "cold"), "TOY_LOG": str(log), "TOY_SECONDS": str(seconds)}
-    arguments = [sys.executable, "-c", RUN, *command(tmp_path, "large", tmp_path / "b"), "--jobs", "1"]
-    build = subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
-    return build, log
+class SlowBuild:
+    """A build with an empty object cache, one compiler process, and kernels that take `seconds` each.
+
+    Leaving the block ends it, and whatever processes of it are left.
+    """
+
+    def __init__(self, warm: dict[str, str], folder: Path, seconds: float) -> None:
+        self.log, self.out, self._folder = folder / "log", folder / "b", folder
+        self._env = {**warm, "GEMMCACHE_CACHE_DIR": str(folder / "cold"), "TOY_LOG": str(self.log)}
+        self._env["TOY_SECONDS"] = str(seconds)
+
+    def __enter__(self) -> SlowBuild:
+        arguments = [sys.executable, "-c", RUN, *command(self._folder, "large", self.out), "--jobs", "1"]
+        # Files, not pipes: a process that is left would keep a pipe open.
+        with (self._folder / "stderr").open("w") as stderr:
+            self.process = subprocess.Popen(arguments, env=self._env, stdout=subprocess.DEVNULL, stderr=stderr)
+        assert wait_for(lambda: self.log.exists() and self.log.read_text().endswith("\n"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pid in filter(is_alive, self.workers):
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def workers(self) -> set[int]:
+        return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
+
+    @property
+    def stderr(self) -> str:
+        return (self._folder / "stderr").read_text()
 
 
 def test_a_killed_build_takes_its_compiler_processes_along(warm, tmp_path):
-    build, log = slow_build(warm, tmp_path, seconds=60)
-    worker = int(log.read_text().split()[1])
-    assert is_alive(worker)
-    build.kill()
-    build.communicate()
-    assert wait_for(lambda: not is_alive(worker), 10), "the compiler process outlives its build"
-    assert not (tmp_path / "b").exists()
+    with SlowBuild(warm, tmp_path, seconds=60) as build:
+        (worker,) = build.workers
+        assert is_alive(worker)
+        build.process.kill()
+        build.process.wait()
+        assert wait_for(lambda: not is_alive(worker), 10), "the compiler process outlives its build"
+        assert not build.out.exists()
 
 
 def test_an_interrupted_build_ends_soon_keeps_what_it_compiled_and_publishes_nothing(warm, tmp_path):
-    build, log = slow_build(warm, tmp_path, seconds=0.5)
-    build.send_signal(signal.SIGINT)
-    _, err = build.communicate(timeout=60)
-    assert build.returncode == 130, err
-    assert "interrupted" in err
-    # Eight kernels were asked for; those under way and next in the queue are finished, no more.
-    assert len(log.read_text().splitlines()) <= 4
-    assert not (tmp_path / "b").exists()
+    with SlowBuild(warm, tmp_path, seconds=0.5) as build:
+        build.process.send_signal(signal.SIGINT)
+        assert build.process.wait(60) == 130, build.stderr
+        assert "interrupted" in build.stderr
+        # Eight kernels were asked for; those under way and next in the queue are finished, no more.
+        assert len(build.log.read_text().splitlines()) <= 4
+        assert not build.out.exists()
 
 
 def test_kills_while_objects_are_cached_never_poison_the_cache(warm, tmp_path):

@@ -234,7 +234,7 @@ def test_an_out_of_tree_kernel_family_is_found_by_its_entry_point(toy, toy_sourc
     assert report.problems == ()
     with BundleReader.open(tmp_path / "b") as reader:
         assert {k.spec.config.kernel_family for k in reader.manifest.parts[0].kernels} == {"toy"}
-        assert dict(reader.manifest.parts[0].toolchain.kernel_sources).keys() == {"operators", "toy"}
+        assert dict(reader.manifest.parts[0].toolchain.kernel_sources).keys() >= {"operators", "toy"}
     # Its sources are part of the key: other sources, other kernels.
     changed = install_toy(tmp_path / "changed")
     with (changed / "toy_kernels.py").open("a") as file:
