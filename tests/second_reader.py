@@ -186,7 +186,7 @@ class Bundle:
         """The entry that serves m, None for the library."""
         before = 0
         for e in table["entries"]:
-            if max(before, e["m"] // 2) < m <= e["m"]:
+            if max(before, e["m"] // 2, e["m"] - 16) < m <= e["m"]:
                 return e
             before = e["m"]
         return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 
-def import_ms(statement: str, runs: int = 5) -> float:
+def import_ms(statement: str, runs: int = 3) -> float:
     """Median milliseconds that `statement` takes in a fresh interpreter."""
     code = f"import time; s = time.perf_counter(); {statement}; print(time.perf_counter() - s)"
     out = [
@@ -43,7 +43,7 @@ print(json.dumps({"first_load_ms": times[0], "load_ms": sorted(times)[len(times)
 """
 
 
-def load_times(bundle: str, runs: int = 5) -> dict[str, float]:
+def load_times(bundle: str, runs: int = 3) -> dict[str, float]:
     """First and repeated load of a bundle in a fresh process whose CUDA context is there already."""
     done = [
         subprocess.run([sys.executable, "-c", LOAD, bundle, "5"], capture_output=True, text=True, check=True)
@@ -93,18 +93,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--load-only", action="store_true", help="measure loading, not imports and calls")
     options = parser.parse_args()
-    results: dict[str, float] = {
-        "import torch, ms": import_ms("import torch"),
-        "import torch, gemmcache, ms": import_ms("import torch, gemmcache"),
-        "import gemmcache, ms": import_ms("import gemmcache"),
-        **{f"bundle {name}": value for name, value in load_times(options.bundle).items()},
-        **{f"host us {name}": value for name, value in call_times(options.bundle).items()},
-    }
+    results = {f"bundle {name}": value for name, value in load_times(options.bundle).items()}
+    if not options.load_only:
+        results |= imports_and_calls(options.bundle)
     for name, value in results.items():
         print(f"{name:32} {value:10.3f}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1, sort_keys=True))
+
+
+def imports_and_calls(bundle: str) -> dict[str, float]:
+    return {
+        "import torch, ms": import_ms("import torch"),
+        "import torch, gemmcache, ms": import_ms("import torch, gemmcache"),
+        "import gemmcache, ms": import_ms("import gemmcache"),
+        **{f"host us {name}": value for name, value in call_times(bundle).items()},
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Tally:
 
 
 #: Why a call that has an entry, or none, was served by the library.
-MISSES = ("family", "below", "gap", "above")
+MISSES = ("family", "below", "above")
 FALLBACKS = (
     "empty",
     "subclass",
@@ -45,18 +45,20 @@ FALLBACKS = (
 
 
 class Counters:
-    """What a bundle has served: `kernel` calls; `library` calls that the table itself gives to the library;
-    `miss_*` for families and ms without an entry; `fallback_*` for operands outside a kernel's declared limits."""
+    """What a bundle has served: `kernel` calls; `library` calls that the table itself gives to the library; `between`
+    calls with an m between two tuned points, which the library serves; `miss_*` for families and ms that the bundle
+    does not cover; `fallback_*` for operands outside a kernel's declared limits."""
 
     def __init__(self) -> None:
         self.kernel = Tally()
         self.library = Tally()
+        self.between = Tally()
         self.misses = {name: Tally() for name in MISSES}
         self.fallbacks = {name: Tally() for name in FALLBACKS}
 
     def snapshot(self) -> dict[str, int]:
         """All counts by name. `calls` is their sum."""
-        counts = {"kernel": self.kernel.value, "library": self.library.value}
+        counts = {"kernel": self.kernel.value, "library": self.library.value, "between": self.between.value}
         counts.update({f"miss_{name}": tally.value for name, tally in self.misses.items()})
         counts.update({f"fallback_{name}": tally.value for name, tally in self.fallbacks.items()})
         return {"calls": sum(counts.values()), **counts}

@@ -14,7 +14,7 @@ from gemmcache.problem import ProblemFamily
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What serves an m: `function` is a kernel's, or None for the library. `entry` is None for an m without one,
-    then `where` says why (`below`, `gap` or `above` the ladder, or `family` if nothing is known of the family)."""
+    then `where` says why (`below`, `between` or `above` the ladder, or `family` if nothing is known of the family)."""
 
     function: Callable[..., Any] | None
     entry: Entry | None
@@ -33,7 +33,7 @@ class Dispatcher:
         self.table = table
         self._ladder = table.ladder
         self._choices = [self._bind(entry, kernels) for entry in table.entries]
-        self._missing = {where: Choice(None, None, where) for where in ("below", "gap", "above")}
+        self._missing = {where: Choice(None, None, where) for where in ("below", "between", "above")}
 
     @staticmethod
     def _bind(entry: Entry, kernels: Mapping[str, tuple[Callable[..., Any], int, int]]) -> Choice:

@@ -49,7 +49,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the address ranges of two non-empty tensors meet; they may interleave without sharing an element."""
+    """Whether the address ranges of two tensors meet; they may interleave without sharing an element."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not (one.numel() and other.numel()):
+        return False
     (a, b), (c, d) = _span(one), _span(other)
     return a < d and c < b
 

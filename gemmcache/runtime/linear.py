@@ -13,6 +13,7 @@ from gemmcache import library
 from gemmcache.dtypes import SIZES, accumulator_for
 from gemmcache.epilogue import ACTIVATIONS, Epilogue
 from gemmcache.errors import DeviceError, MissError, UsageError
+from gemmcache.ladder import BETWEEN
 from gemmcache.problem import ProblemFamily
 from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.devices import CudaDevices
@@ -23,6 +24,7 @@ _NAMES = {getattr(torch, name): name for name in SIZES}
 _PLAIN = (Tensor, Parameter)
 _UNKNOWN_FAMILY = Choice(None, None, "family")
 
+_linear = torch.nn.functional.linear
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch.is_autocast_enabled
@@ -53,7 +55,7 @@ class Linear:
         self._families = dict(dispatchers)
         # Keyed by what a call gives, so that no family has to be made and hashed for each.
         self._by_call: dict[tuple[object, ...], tuple[ProblemFamily | None, Dispatcher | None]] = {}
-        # (n, k, dtype of x, dtype of w) -> m -> a kernel's choice, for calls without epilogue that were seen before.
+        # (n, k, dtype of x, dtype of w) -> m -> the entry's choice, for calls without epilogue that were seen before.
         self._plain: dict[tuple[object, ...], dict[int, Choice]] = {}
 
     def __call__(
@@ -72,7 +74,7 @@ class Linear:
         return self._serve(x, w, bias, activation, residual, out)
 
     def _serve_plain(self, x: Tensor, w: Tensor) -> Tensor | None:
-        """The short way for what engines call all day: a kernel, 2-D operands, no epilogue. None if anything about
+        """The short way for what engines call all day: an entry, 2-D operands, no epilogue. None if anything about
         the call is not as plain as that; the long way then finds out what. Both apply the same limits.
         """
         if type(x) not in _PLAIN or type(w) not in _PLAIN or _is_compiling() or x.dim() != 2 or w.dim() != 2:
@@ -81,8 +83,11 @@ class Linear:
         n, w_k = w.shape
         known = self._plain.get((n, k, x.dtype, w.dtype))
         choice = None if known is None else known.get(m)
-        if choice is None or choice.function is None or k != w_k:
+        if choice is None or k != w_k:
             return None
+        if choice.function is None:
+            self._counters.library.hit()
+            return _linear(x, w)
         x_row, x_column = x.stride()
         w_row, w_column = w.stride()
         divisor, align, device = choice.divisibility, choice.align_bytes, x.device
@@ -143,6 +148,10 @@ class Linear:
         if choice.function is None:
             if choice.entry is not None:
                 self._counters.library.hit()
+                if bias is None and activation is None and residual is None:
+                    self._plain.setdefault((n, k, x.dtype, w.dtype), {})[m] = choice
+            elif choice.where == BETWEEN:
+                self._counters.between.hit()
             else:
                 self._miss(choice, f"{m}x{family or f'{n}x{k} {x.dtype}'}")
             return _library(x, w, bias, activation, residual, out)
@@ -308,7 +317,7 @@ def _library(
 ) -> Tensor:
     """What torch gives for the call, with autograd where it is on."""
     if activation is None and residual is None and out is None:
-        return torch.nn.functional.linear(x, w, bias)
+        return _linear(x, w, bias)
     n, k = w.shape
     rows = math.prod(x.shape[:-1])
     operands = {}
@@ -317,6 +326,12 @@ def _library(
     if residual is not None:
         operands["residual"] = residual.reshape(rows, n)
     epilogue = Epilogue(bias=bias is not None, activation=activation, residual=residual is not None)
-    result = library.library_op(epilogue, x.dtype, x.reshape(rows, k), w, operands)
-    result = result.reshape(*x.shape[:-1], n)
-    return result if out is None else out.copy_(result)
+    # Not in place where out is an operand too: the library may write while it still reads.
+    apart = (
+        out is not None and out.numel() and not any(t is not None and overlap(out, t) for t in (x, w, bias, residual))
+    )
+    target = as_matrix(out) if out is not None and apart else None
+    result = library.library_op(epilogue, x.dtype, x.reshape(rows, k), w, operands, target)
+    if out is None:
+        return result.reshape(*x.shape[:-1], n)
+    return out if target is not None else out.copy_(result.reshape(out.shape))

@@ -62,12 +62,13 @@ def test_every_rank_makes_the_choices_of_the_builders_table(llama, cache, tmp_pa
         tables = reader.manifest.parts[0].tables
     assert said.keys() == {t.family.digest for t in tables}
     for table in tables:
-        expected = [
-            ["inside", entry.kernel, entry.m]
-            for entry, (first, last) in zip(table.entries, table.ladder.steps(), strict=True)
-            for _ in range(first, last + 1)
-        ]
-        assert said[table.family.digest] == expected + [["above", None, None]] * (8199 - len(expected))
+        steps = list(zip(table.entries, table.ladder.steps(), strict=True))
+        expected = []
+        for m in range(1, 8200):
+            entry = next((e for e, (first, last) in steps if first <= m <= last), None)
+            where = "inside" if entry else "above" if m > 8192 else "between"
+            expected.append([where, entry.kernel if entry else None, entry.m if entry else None])
+        assert said[table.family.digest] == expected
 
 
 FORK = """

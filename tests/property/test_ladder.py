@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmcache.errors import UsageError
-from gemmcache.ladder import ABOVE, BELOW, DEFAULT_MS, GAP, INSIDE, Ladder, parse_ms
+from gemmcache.ladder import ABOVE, BELOW, BETWEEN, DEFAULT_MS, INSIDE, Ladder, parse_ms
 
 ladders = st.lists(st.integers(1, 8192), min_size=1, max_size=20).map(Ladder.of)
 
 
 def model(bounds: tuple[int, ...], m: int) -> tuple[int | None, str]:
-    """What the rule says, without any search: round up to a tuned point by less than a factor of two."""
+    """What the rule says, without any search: round up by at most 15 rows and by less than a factor of two."""
     for i, bound in enumerate(bounds):
         if m <= bound:
-            if bound < 2 * m:
+            if bound < 2 * m and bound - m <= 15:
                 return i, INSIDE
-            return None, GAP if i else BELOW
+            return None, BETWEEN if i else BELOW
     return None, ABOVE
 
 
@@ -49,6 +49,7 @@ def test_an_entry_is_never_reached_from_half_its_m_or_less(ladder, m):
     index, _ = ladder.locate(m)
     if index is not None:
         assert m <= ladder.bounds[index] < 2 * m
+        assert ladder.bounds[index] - m <= 15
 
 
 @given(ladders)
@@ -67,30 +68,36 @@ def test_more_tuned_points_never_leave_an_m_without_an_entry(ladder, extra):
             assert more.locate(m)[0] is not None
 
 
-def test_the_default_ladder_covers_all_up_to_its_top():
+def test_the_default_ladder():
     ladder = Ladder(DEFAULT_MS)
     assert DEFAULT_MS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    assert all(ladder.locate(m)[1] == INSIDE for m in range(1, 8193))
+    assert all(ladder.locate(m)[1] == INSIDE for m in range(1, 33))
+    between = [m for m in range(1, 8193) if ladder.locate(m)[1] == BETWEEN]
+    assert between[:2] == [33, 34]
+    assert {49, 64, 113, 128, 8177, 8192}.isdisjoint(between)
+    assert {48, 112, 8176} <= set(between)
+    assert all(ladder.locate(m)[1] in (INSIDE, BETWEEN) for m in range(1, 8193))
     assert ladder.locate(8193) == (None, ABOVE)
 
 
 def test_a_partial_ladder_does_not_answer_for_ms_that_nothing_tuned():
     ladder = Ladder((2048, 4096))
     assert ladder.locate(1) == (None, BELOW)
-    assert ladder.locate(1024) == (None, BELOW)
-    assert ladder.locate(1025) == (0, INSIDE)
+    assert ladder.locate(2032) == (None, BELOW)
+    assert ladder.locate(2033) == (0, INSIDE)
     assert ladder.locate(2048) == (0, INSIDE)
-    assert ladder.locate(2049) == (1, INSIDE)
+    assert ladder.locate(2049) == (None, BETWEEN)
+    assert ladder.locate(4081) == (1, INSIDE)
     assert ladder.locate(4097) == (None, ABOVE)
     assert ladder.locate(1 << 40) == (None, ABOVE)
 
 
-def test_a_gap_is_told_from_both_ends():
+def test_between_is_told_from_both_ends():
     ladder = Ladder((1, 64))
-    assert [ladder.locate(m) for m in (1, 2, 32, 33, 64, 65)] == [
+    assert [ladder.locate(m) for m in (1, 2, 48, 49, 64, 65)] == [
         (0, INSIDE),
-        (None, GAP),
-        (None, GAP),
+        (None, BETWEEN),
+        (None, BETWEEN),
         (1, INSIDE),
         (1, INSIDE),
         (None, ABOVE),

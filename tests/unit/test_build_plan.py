@@ -150,7 +150,7 @@ def test_table_and_loader_agree_for_every_m():
         if step is None:
             assert choice.entry is None
             assert choice.function is None
-            assert choice.where == ("above" if m > 4096 else "gap")
+            assert choice.where == ("above" if m > 4096 else "between")
         else:
             assert choice.entry == table.entries[step]
             assert choice.function == table.entries[step].kernel

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -145,9 +146,8 @@ def test_the_numbers_of_the_protocol_are_those_of_the_code():
 
 
 def test_the_fields_of_a_record_are_explained():
-    from tests.fakes import ENVIRONMENT, POLICY
-
     from gemmcache.records.interface import LIBRARY, TuningRecord
+    from tests.fakes import ENVIRONMENT, POLICY
 
     record = TuningRecord(ProblemFamily.of(8, 8).at(1), ENVIRONMENT, POLICY, LIBRARY, (), "cublas", (1.0,), "now")
     named = {name for row in table("tuning.md", "Field of a record") for name in code(row[0])}
@@ -248,8 +248,13 @@ def test_folders_import_what_the_architecture_says():
         found[folder] = set()
         for path in sorted((package / folder).rglob("*.py")):
             names = imports_of(path.read_text(), package_of(path, ROOT))
-            found[folder] |= {part for name in names if len(parts := name.split(".")) > 1 for part in [parts[1]]
-                              if parts[0] == "gemmcache" and part in folders - {folder}}
+            found[folder] |= {
+                part
+                for name in names
+                if len(parts := name.split(".")) > 1
+                for part in [parts[1]]
+                if parts[0] == "gemmcache" and part in folders - {folder}
+            }
     assert said == found
 
 
@@ -274,7 +279,7 @@ def example(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def naive(example, monkeypatch) -> KernelFamily:
+def naive(example: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelFamily]:
     """The example's family, imported from its files."""
     monkeypatch.syspath_prepend(str(example))
     module = importlib.import_module("naive_kernels")
@@ -330,11 +335,11 @@ def installed(example, tmp_path) -> dict[str, str]:
 
 
 def test_the_example_is_found_without_importing_the_compiler(installed):
-    code = (
+    statements = (
         "import sys\nfrom gemmcache.kernels.registry import kernel_families\n"
         "assert kernel_families()['naive'].name == 'naive'\nassert 'cutlass' not in sys.modules"
     )
-    done = python(code, env=installed)
+    done = python(statements, env=installed)
     assert done.returncode == 0, done.stderr
 
 
