@@ -141,39 +141,38 @@ folder, commands, ms = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv
 with BundleReader.open(folder) as reader:
     part = reader.manifest.parts[0]
 loader.detect_facts = lambda device=None: loader.part_facts(part)
-def load(until):
+stop, deadline = folder + ".stop", time.monotonic() + 120
+def load():
     seen = set()
-    # A loaded bundle keeps its descriptor for the life of the process.
-    for _ in range(150):
+    # Until the last version is out, however long a busy machine takes.
+    while not os.path.exists(stop) and time.monotonic() < deadline:
         bundle = gemmcache.load(folder)
         (dispatcher,) = bundle.dispatchers.values()
         chosen = {dispatcher.choose(m).function for m in ms[bundle.manifest.name]}
         assert None not in chosen and len(chosen) == len(ms[bundle.manifest.name])
         assert [e.m for e in dispatcher.table.entries] == ms[bundle.manifest.name]
         seen.add(bundle.digest)
-        if time.monotonic() > until:
-            break
         time.sleep(0.02)
     return len(seen)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-until = time.monotonic() + 4
 children = []
 for _ in range(16):
     child = os.fork()
     if child == 0:
         try:
-            os._exit(min(load(until), 100))
+            os._exit(min(load(), 100))
         except BaseException:
             import traceback
             traceback.print_exc()
             os._exit(101)
     children.append(child)
-turn = 0
-while time.monotonic() < until:
-    turn += 1
-    assert run(commands[turn % 2]) == 0
+turns = 12
+for turn in range(turns):
+    assert run(commands[(turn + 1) % 2]) == 0
+    time.sleep(0.1)
+open(stop, "w").close()
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-print(turn, *codes, file=sys.stderr)
+print(turns, *codes, file=sys.stderr)
 """
 
 
@@ -183,12 +182,11 @@ def test_sixteen_loaders_see_one_version_each_while_another_is_published(warm, t
     assert gemmcache(*commands[0], env=warm).returncode == 0
     done = python(LOADERS, out, json.dumps(commands), json.dumps(MS), env=warm)
     assert done.returncode == 0, done.stderr
-    turns, *codes = map(int, done.stderr.splitlines()[-1].split())
+    _, *codes = map(int, done.stderr.splitlines()[-1].split())
     assert len(codes) == 16
     assert max(codes) <= 100, done.stderr
     assert min(codes) >= 1
     assert max(codes) > 1, "no loader saw a second version"
-    assert turns > 5
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
