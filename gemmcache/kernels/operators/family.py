@@ -2,95 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
-
-from gemmcache.environment import package_digest
-from gemmcache.errors import MissingPackageError, UnsupportedError
-from gemmcache.kernels import cost
-from gemmcache.kernels.interface import Config, KernelFamily, KernelSpec
+from gemmcache.kernels.dense import DenseFamily
+from gemmcache.kernels.interface import Config
 from gemmcache.kernels.operators.space import FAMILY, SPACES
-from gemmcache.problem import Problem, ProblemFamily
-from gemmcache.target import Target
-
-PACKAGE = "nvidia-cutlass-operators"
 
 
-class OperatorsFamily(KernelFamily):
-    """Dense 16-bit GEMMs without epilogue: out = a @ b.T for k-major a and b and row-major out."""
+class OperatorsFamily(DenseFamily):
+    """nvidia-cutlass-operators: out = a @ b.T, without epilogue."""
 
     name = FAMILY
+    package = "nvidia-cutlass-operators"
+    sources = "cutlass/operators/"
+    extra = "build"
+    spaces = SPACES
+    epilogues = ("none",)
+    entry_module = "gemmcache.kernels.operators.entry"
 
-    def source_digest(self) -> str:
-        return _source_digest()
-
-    def unsupported(self, family: ProblemFamily, target: Target) -> str | None:
-        reasons = (
-            (target.arch not in SPACES, f"no kernels for {target.arch}"),
-            (family.a_dtype != family.b_dtype, "a and b differ in dtype"),
-            (family.a_dtype not in ("bfloat16", "float16"), f"dtype {family.a_dtype}"),
-            (family.out_dtype != family.a_dtype, f"out dtype {family.out_dtype} differs from {family.a_dtype}"),
-            (family.acc_dtype != "float32", f"accumulator {family.acc_dtype}"),
-            (family.batch != 1, "batched problems"),
-            (
-                (family.a_layout, family.b_layout, family.out_layout) != ("mk", "nk", "mn"),
-                "layouts other than mk,nk,mn",
-            ),
-            (bool(family.epilogue), f"epilogue {family.epilogue}"),
-            (family.n % 8 != 0 or family.k % 8 != 0, "n and k that are no multiples of 8"),
-        )
-        return next((text for applies, text in reasons if applies), None)
-
-    def configs(self, family: ProblemFamily, target: Target) -> Iterator[Config]:
-        if self.unsupported(family, target) is None:
-            yield from SPACES[target.arch]()
-
-    def spec(self, config: Config, family: ProblemFamily, target: Target) -> KernelSpec:
-        reason = self.unsupported(family, target)
-        if reason is not None:
-            raise UnsupportedError(f"kernel family '{self.name}' does not support {reason}")
-        if config not in _space(target.arch):
-            raise UnsupportedError(f"{config} is not in the space of '{self.name}' for {target.arch}")
+    def bakes_sm_count(self, config: Config) -> bool:
         params = config.as_dict()
-        # A static persistent scheduler takes its grid from the SM count at compile time.
-        bakes = params["kernel"] == "sm90" or params.get("scheduler") == "static"
-        return KernelSpec.for_family(config, family, target.arch, target.sm_count if bakes else None)
+        return params["kernel"] == "sm90" or params.get("scheduler") == "static"
 
-    def estimate_us(self, config: Config, problem: Problem, target: Target) -> float:
-        params = config.as_dict()
-        tile, cluster = params["tile"], params.get("cluster", (1, 1))
-        if not isinstance(tile, tuple) or not isinstance(cluster, tuple):
-            raise UnsupportedError(f"{config} has no tile")
-        if params.get("two_cta"):
-            # A pair of CTAs shares one MMA tile, half of its rows each.
-            tile = (tile[0] // 2, tile[1])
-        return cost.estimate_us(
-            problem, target, tile=(tile[0], tile[1]), cluster=(cluster[0], cluster[1]), swap=bool(params["swap_ab"])
-        )
-
-    def compile(self, spec: KernelSpec, function_name: str) -> bytes:
-        from gemmcache.kernels.compiler import compile_entry
-
-        try:
-            from gemmcache.kernels.operators.entry import make_entry
-        except ImportError as error:
-            raise MissingPackageError(f"can't import {error.name}", remedy="pip install 'gemmcache[build]'") from error
-        return compile_entry(make_entry(spec), spec, function_name)
-
-
-@lru_cache(maxsize=8)
-def _space(arch: str) -> frozenset[Config]:
-    return frozenset(SPACES[arch]())
-
-
-@lru_cache(maxsize=1)
-def _source_digest() -> str:
-    kernels = package_digest(PACKAGE, "cutlass/operators/")
-    if kernels is None:
-        raise MissingPackageError(f"{PACKAGE} is not installed", remedy="pip install 'gemmcache[build]'")
-    total = hashlib.sha256(kernels.encode())
-    for path in (Path(__file__).parent / "entry.py", Path(__file__).parents[1] / "compiler.py"):
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+    def cta_tile(self, config: Config) -> tuple[int, int]:
+        rows, columns = super().cta_tile(config)
+        # A pair of CTAs shares one MMA tile, half of its rows each.
+        return (rows // 2 if config.as_dict().get("two_cta") else rows), columns
