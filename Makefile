@@ -15,7 +15,7 @@ REQUIREMENTS := pyproject.toml constraints.txt
 
 MODEL ?= artifacts/models/llama-3.1-8b
 TARGET ?= h200
-OUT ?= bundles/llama-3.1-8b-h200
+OUT ?= bundles/$(notdir $(MODEL))-$(TARGET)
 BUILD_ARGS ?= --fuse
 PYTEST_ARGS ?=
 SOURCES := gemmcache tests tools

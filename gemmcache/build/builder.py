@@ -13,7 +13,7 @@ from gemmcache.build.objects import ObjectCache
 from gemmcache.build.plan import TargetPlan
 from gemmcache.bundle.interface import Blob, Kernel, Manifest, Part
 from gemmcache.bundle.reader import BundleReader
-from gemmcache.bundle.writer import publish
+from gemmcache.bundle.writer import check_destination, publish
 from gemmcache.codec import bytes_digest
 from gemmcache.environment import Toolchain
 from gemmcache.errors import CompileError
@@ -50,6 +50,7 @@ def build(
     `ToolError` if linking fails, `StorageError`, and `UsageError` if `folder` holds something else; whatever was
     in `folder` stays as it was.
     """
+    check_destination(folder)
     specs: dict[str, KernelSpec] = {}
     for plan in plans:
         specs.update(plan.specs)

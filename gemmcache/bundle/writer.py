@@ -57,6 +57,26 @@ def publish(
             os.close(parent)
 
 
+def check_destination(folder: str | os.PathLike[str]) -> None:
+    """Refuses a place where `publish` could not publish, before a build has spent its time.
+
+    Raises `UsageError` for a folder with anything else in it, or a path through a file. Touches nothing.
+    """
+    place = Path(os.path.realpath(folder))
+    for path in (place, *place.parents):
+        if os.path.lexists(path):
+            if not path.is_dir():
+                raise UsageError(f"{path} is not a folder", remedy="name another folder")
+            break
+    if place.is_dir():
+        with fs.storage_errors(f"can't read {place}"):
+            fd = fs.open_folder(str(place))
+            try:
+                _must_be_ours(fd, place)
+            finally:
+                os.close(fd)
+
+
 def version_for(folder: str | os.PathLike[str], manifest: Manifest) -> Manifest:
     """`manifest` with the version to publish it under: that of the bundle in `folder` if they differ in
     nothing else (so that a rebuild gives the same bytes), otherwise one more; 1 where there is no bundle yet.

@@ -68,6 +68,7 @@ def command(
     from gemmcache.build.builder import build
     from gemmcache.build.objects import ObjectCache
     from gemmcache.build.plan import Planner
+    from gemmcache.bundle.interface import KERNEL, PREDICTED
     from gemmcache.kernels.identity import detect_toolchain
     from gemmcache.kernels.registry import kernel_families
     from gemmcache.paths import cache_dir
@@ -97,6 +98,13 @@ def command(
             progress=lambda digest, cached: ticker.advance(),
         )
     seconds = perf_counter() - started
+    guesses = sum(e.origin == PREDICTED and e.choice == KERNEL for p in plans for e in p.entries)
+    if guesses:
+        click.echo(
+            f"gemmcache: {guesses} entries have no tuning record: their kernels are predictions, which can be slower "
+            "than cuBLAS\n  try: tune them, or build with --untuned library",
+            err=True,
+        )
     if as_json:
         print_json(_summary(built, plans, seconds))
     else:

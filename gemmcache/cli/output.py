@@ -31,15 +31,36 @@ def plain(text: object) -> str:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[int] = ()
 ) -> None:
-    """A table on stdout; `right` are the indices of right-aligned columns. Never cut to the terminal when piped."""
+    """A table on stdout; `right` are the indices of right-aligned columns.
+
+    Nothing is ever cut: on a terminal that is too narrow the widest column of text wraps, and if that is not
+    enough the terminal wraps the lines.
+    """
     numeric = set(right)
-    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i in numeric else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*("" if cell is None else plain(cell) for cell in row))
+    cells = [["" if cell is None else plain(cell) for cell in row] for row in rows]
+    widths = [max(map(len, (column, *(row[i] for row in cells)))) for i, column in enumerate(columns)]
     # Brackets, as in `operators[tile=128x256]`, and colons are text here, not markup.
     console = Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 4096
+    needed = sum(widths) + 2 * len(widths)
+    widest = max((i for i in range(len(columns)) if i not in numeric), key=lambda i: widths[i], default=0)
+    room = console.width - (needed - widths[widest])
+    wraps = console.is_terminal and needed > console.width and room >= _NARROWEST
+    if not wraps:
+        console.width = max(needed, len(title))
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for i, column in enumerate(columns):
+        wrapped = wraps and i == widest
+        table.add_column(
+            column,
+            justify="right" if i in numeric else "left",
+            no_wrap=not wrapped,
+            overflow="fold",
+            min_width=_NARROWEST if wrapped else widths[i],
+        )
+    for row in cells:
+        table.add_row(*row)
     console.print(table)
+
+
+#: Columns that the wrapping column of a table keeps at least.
+_NARROWEST = 20

@@ -197,7 +197,10 @@ def show(digest: str, folder: Path | None, as_json: bool) -> None:
 @target_option
 @click.option("--shipped", is_flag=True, help="Export the shipped records as well.")
 @existing_records_option
-def export(file: Path, kind: str | None, target_name: str | None, shipped: bool, folder: Path | None) -> None:
+@json_option
+def export(
+    file: Path, kind: str | None, target_name: str | None, shipped: bool, folder: Path | None, as_json: bool
+) -> None:
     """Write the user's records to FILE: JSON lines to exchange, CSV (one row a trial) for spreadsheets."""
     from gemmcache.records.interchange import write_jsonl
     from gemmcache.records.layers import Records
@@ -208,7 +211,10 @@ def export(file: Path, kind: str | None, target_name: str | None, shipped: bool,
         _warn_quarantined(records)
     write = write_csv if (kind or file.suffix.removeprefix(".")) == "csv" else write_jsonl
     size = write(file, chosen)
-    click.echo(f"{len(chosen)} records, {size} bytes: {file}", err=True)
+    if as_json:
+        print_json({"file": str(file), "records": len(chosen), "bytes": size})
+    else:
+        click.echo(f"{len(chosen)} records, {size} bytes: {file}", err=True)
 
 
 def _report(changes: Changes, folder: Path, as_json: bool) -> None:
@@ -218,21 +224,21 @@ def _report(changes: Changes, folder: Path, as_json: bool) -> None:
         return
     for name, digests in (("new", changes.new), ("replaced", changes.replaced), ("kept", changes.kept)):
         click.echo(f"{name:9} {len(digests)}")
-        if name != "kept":
-            for digest in digests:
-                click.echo(f"  {digest[:SHORT]}")
 
 
 def _put_all(folder: Path | None, incoming: list[TuningRecord], as_json: bool) -> None:
     from gemmcache.records.layers import Records
 
-    with Records.open(folder, shipped=False) as records:
+    with Records.open(folder) as records:
         _report(records.put_many(incoming), records.folder, as_json)
         _warn_quarantined(records)
+        hidden = records.hides_newer(incoming)
+        if hidden:
+            click.echo(f"gemmcache: {hidden} of these are older than shipped records, and go before them", err=True)
 
 
 @command.command("import")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @records_option
 @json_option
 def import_files(files: tuple[Path, ...], folder: Path | None, as_json: bool) -> None:

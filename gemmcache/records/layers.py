@@ -173,6 +173,11 @@ class Records:
         """Every record of both layers that was measured on `target`'s product, the user's first."""
         return tuple(f.record for f in self.all() if f.record.environment.target.key == target.key)
 
+    def hides_newer(self, records: Iterable[TuningRecord]) -> int:
+        """How many of `records`, if they are the user's, go before shipped records that are newer."""
+        slots = self._shipped().slots
+        return sum(any(s.measured_at > r.measured_at for s in slots.get(r.slot, ())) for r in records)
+
     def put(self, record: TuningRecord) -> str:
         """`RecordStore.put` on the user's layer."""
         return self._writable().put(record)

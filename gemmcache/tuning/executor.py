@@ -72,7 +72,10 @@ class WorkerExecutor:
         if message is None or message[0] != "environment":
             text = message[1] if message else "it died or hung"
             self._stop()
-            raise DeviceError(f"the tuning worker did not start: {text}")
+            raise DeviceError(
+                f"the tuning worker did not start: {text}",
+                remedy="tune on a machine with an NVIDIA GPU; build --target needs none",
+            )
         if isinstance(message[1], Environment):
             self._environment = message[1]
         return ours

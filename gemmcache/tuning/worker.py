@@ -46,7 +46,7 @@ def serve(pipe: Connection, device: int, toolchain: Toolchain) -> None:
     try:
         host = _Host(device, toolchain)
     except GemmcacheError as error:
-        pipe.send(("lost", str(error)))
+        pipe.send(("lost", error.message))
         return
     pipe.send(("environment", host.environment))
     while True:

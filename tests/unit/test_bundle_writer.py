@@ -13,7 +13,7 @@ import pytest
 from gemmcache.bundle import fs
 from gemmcache.bundle.reader import BundleReader
 from gemmcache.bundle.verify import verify
-from gemmcache.bundle.writer import next_version, publish, version_for
+from gemmcache.bundle.writer import check_destination, next_version, publish, version_for
 from gemmcache.errors import IncompatibleError, IntegrityError, StorageError, UsageError
 from tests.strategies_bundle import bundle, digest_of, published
 
@@ -248,3 +248,20 @@ def test_root_is_no_bundle() -> None:
     manifest, blobs = bundle()
     with pytest.raises(UsageError):
         publish("/", manifest, blobs)
+
+
+def test_a_destination_is_checked_before_anything_is_made(tmp_path: Path) -> None:
+    check_destination(tmp_path / "not/there/yet")
+    assert list(tmp_path.iterdir()) == []
+    folder = tmp_path / "b"
+    published(folder)
+    before = tree(folder)
+    check_destination(folder)
+    assert tree(folder) == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"notes\.txt"):
+        check_destination(tmp_path / "other")
+    for place in (tmp_path / "other/notes.txt", tmp_path / "other/notes.txt/b"):
+        with pytest.raises(UsageError, match="not a folder"):
+            check_destination(place)

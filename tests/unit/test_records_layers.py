@@ -69,6 +69,8 @@ def test_the_users_records_go_first(tmp_path: Path, shipped: Path) -> None:
         found = records.find(other.problem, H200)
         assert found is not None
         assert found.layer == SHIPPED
+        assert records.hides_newer([mine, other]) == 1
+        assert records.hides_newer([a_record(at="2027-01-01T00:00:00Z")]) == 0
 
 
 def test_a_record_in_both_layers_is_listed_once(tmp_path: Path, shipped: Path) -> None:
