@@ -131,9 +131,9 @@ def test_a_blob_of_any_other_length_is_refused(folder: Path) -> None:
 
 def test_a_huge_sparse_blob_is_refused_before_it_is_read(folder: Path) -> None:
     os.truncate(folder / "blobs" / bundle()[0].blobs[0].digest, 1 << 40)
-    started = time.monotonic()
+    started = time.process_time()
     refused(folder, "bytes")
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_huge_sparse_manifest_is_refused_before_it_is_read(folder: Path) -> None:
@@ -385,11 +385,11 @@ def bombs() -> dict[str, Callable[[], bytes]]:
 def test_a_bomb_is_refused_fast_and_in_little_memory(name: str) -> None:
     data = bombs()[name]()
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     try:
         with pytest.raises(IntegrityError):
             Manifest.decode(data)
-        taken, (_, peak) = time.monotonic() - started, tracemalloc.get_traced_memory()
+        taken, (_, peak) = time.process_time() - started, tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < 400 << 20
@@ -406,10 +406,10 @@ def test_a_million_real_entries_are_refused_within_a_second(folder: Path) -> Non
     with open(folder / "manifest.msgpack", "wb") as file:
         file.write(prefix)
         file.write(data)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(IntegrityError, match="bytes"):
         BundleReader.open(folder)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_as_many_entries_as_are_allowed_are_read_and_one_more_is_not() -> None:
