@@ -277,10 +277,9 @@ class Fields:
             Fields(v, f"{self.where}.{name}[{i}]", kind=self.kind) for i, v in enumerate(self.items(name, most=most))
         ]
 
-    def row(self, names: frozenset[str]) -> Mapping[str, Any] | None:
-        """The whole map if it holds exactly `names`, None otherwise: a way past the checks of single fields for
-        maps that occur by the hundred, whose reader checks the values itself."""
-        return self._value if self._value.keys() == names else None
+    def item(self, name: str, i: int) -> Fields:
+        """Item `i` of the list `name`, as a map."""
+        return Fields(self._value[name][i], f"{self.where}.{name}[{i}]", kind=self.kind)  # type: ignore[index]
 
     def everything(self) -> Mapping[str, Any]:
         """The whole map, for a reader to whom every name is welcome."""

@@ -72,6 +72,17 @@ class Kernel:
     def from_fields(cls, fields: codec.Fields) -> Kernel:
         return cls(fields.digest("digest"), KernelSpec.from_fields(fields.sub("spec")))
 
+    @classmethod
+    def all_of(cls, fields: codec.Fields, name: str) -> tuple[Kernel, ...]:
+        """The kernels in the list `name` of `fields`. A bundle has hundreds: one that is in order is read at once."""
+        kernels = []
+        for i, value in enumerate(fields.items(name, most=MAX_KERNELS)):
+            spec = None
+            if type(value) is dict and codec.is_digest(value.get("digest")):
+                spec = KernelSpec.at_a_glance(value.get("spec"))
+            kernels.append(cls.from_fields(fields.item(name, i)) if spec is None else cls(value["digest"], spec))
+        return tuple(kernels)
+
 
 def function_name(digest: str) -> str:
     """The tvm-ffi function of the kernel with this digest."""
@@ -113,10 +124,15 @@ class Entry:
         }
 
     @classmethod
+    def all_of(cls, fields: codec.Fields, name: str) -> tuple[Entry, ...]:
+        """The entries in the list `name` of `fields`; one that is in order is read at once."""
+        return tuple(
+            cls(**value) if _plain_entry(value) else cls.from_fields(fields.item(name, i))
+            for i, value in enumerate(fields.items(name, most=MAX_ENTRIES))
+        )
+
+    @classmethod
     def from_fields(cls, fields: codec.Fields) -> Entry:
-        row = fields.row(_ENTRY_NAMES)
-        if row is not None and _plain_entry(row):
-            return cls(**row)
         _given(fields, "kernel", "record")
         entry = cls(
             m=fields.integer("m", low=1, high=(1 << 31) - 1),
@@ -141,6 +157,8 @@ _MAX_M = (1 << 31) - 1
 
 def _plain_entry(row: Mapping[str, Any]) -> bool:
     """Whether an entry is in order at a glance; one that is not is read field by field, to say what is wrong."""
+    if type(row) is not dict or row.keys() != _ENTRY_NAMES:
+        return False
     kernel, record = row["kernel"], row["record"]
     return (
         type(row["m"]) is int
@@ -200,7 +218,7 @@ class DispatchTable:
     def from_fields(cls, fields: codec.Fields) -> DispatchTable:
         table = cls(
             family=ProblemFamily.from_fields(fields.sub("family")),
-            entries=tuple(Entry.from_fields(f) for f in fields.subs("entries", most=MAX_ENTRIES)),
+            entries=Entry.all_of(fields, "entries"),
             count=fields.integer("count", low=1, high=1 << 31),
         )
         try:
@@ -250,7 +268,7 @@ class Part:
             driver=fields.opt_text("driver"),
             cuda_runtime=fields.opt_text("cuda_runtime"),
             blob=None if fields.raw("blob") is None else Blob.from_fields(fields.sub("blob")),
-            kernels=tuple(Kernel.from_fields(f) for f in fields.subs("kernels", most=MAX_KERNELS)),
+            kernels=Kernel.all_of(fields, "kernels"),
             tables=tuple(DispatchTable.from_fields(f) for f in fields.subs("tables", most=MAX_TABLES)),
         )
         digests = [k.digest for k in part.kernels]

@@ -67,6 +67,27 @@ class Config:
         return config
 
     @classmethod
+    def at_a_glance(cls, value: object) -> Config | None:
+        """The config if `value` is in order; None if it has to be read field by field, to say what is wrong."""
+        if type(value) is not dict or value.keys() != {"kernel_family", "params"}:
+            return None
+        name, params = value["kernel_family"], value["params"]
+        if type(name) is not str or type(params) is not dict or set(map(type, params)) - {str}:
+            return None
+        pairs: list[tuple[str, Param]] = []
+        for key, param in params.items():
+            kind = type(param)
+            if kind is list:
+                if set(map(type, param)) - {int}:
+                    return None
+                param = tuple(param)
+            elif kind is not int and kind is not str and kind is not bool:
+                return None
+            pairs.append((key, param))
+        pairs.sort()
+        return cls(name, tuple(pairs))
+
+    @classmethod
     def from_value(cls, value: object, where: str = "config") -> Config:
         try:
             return cls.from_fields(codec.Fields(value, where))
@@ -126,19 +147,23 @@ class KernelSpec:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> KernelSpec:
-        config = Config.from_fields(fields.sub("config"))
-        row = fields.row(_SPEC_NAMES)
-        if row is not None:
-            scalars = [row[name] for name in _SPEC_SCALARS]
-            try:
-                # The kernels of a bundle differ in their configs; the rest is looked at once.
-                return cls(config, *_checked_scalars(*scalars))
-            except (TypeError, IntegrityError):
-                # The error that names the field is raised below.
-                pass
-        spec = cls(config, *_spec_scalars(fields))
+        spec = cls(Config.from_fields(fields.sub("config")), *_spec_scalars(fields))
         fields.done()
         return spec
+
+    @classmethod
+    def at_a_glance(cls, value: object) -> KernelSpec | None:
+        """The spec if `value` is in order; None if it has to be read field by field, to say what is wrong."""
+        if type(value) is not dict or value.keys() != _SPEC_NAMES:
+            return None
+        config = Config.at_a_glance(value["config"])
+        if config is None:
+            return None
+        try:
+            # The kernels of a bundle differ in their configs; the rest is looked at once.
+            return cls(config, *_checked_scalars(*[value[name] for name in _SPEC_SCALARS]))
+        except (TypeError, IntegrityError):
+            return None
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ LIBRARY = "libcute_dsl_runtime.so"
 _lock = threading.Lock()
 _loaded: dict[int, ctypes.CDLL] = {}
 _modules: dict[str, KernelModule] = {}
+_spelling = itertools.count(1)
 
 
 def runtime_package(cuda_major: int) -> str:
@@ -73,7 +75,6 @@ class KernelModule:
 
     def __init__(self, module: Any, fd: int) -> None:
         self._module = module
-        # The dynamic loader knows libraries by path: another one under the same number would be taken for this one.
         self._fd = fd
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -100,7 +101,10 @@ def load_module(digest: str, open_copy: Callable[[], int], cuda_major: int) -> K
                 import tvm_ffi
 
                 load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
-                _modules[digest] = KernelModule(load(f"/proc/self/fd/{fd}", "so"), fd)
+                # The dynamic loader knows libraries by the spelling of their paths, and takes whatever anyone loaded
+                # through a descriptor of this number before. No other load of the process has this spelling.
+                path = f"/proc/self/fd/{'./' * next(_spelling)}{fd}"
+                _modules[digest] = KernelModule(load(path, "so"), fd)
             except (RuntimeError, OSError, ValueError) as error:
                 os.close(fd)
                 raise ToolError(f"the kernels' shared object can't be loaded: {error}") from error

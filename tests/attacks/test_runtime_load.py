@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gemmcache
+from gemmcache.bundle import memory
 from gemmcache.bundle.interface import Blob, Manifest
 from gemmcache.bundle.reader import BundleReader
 from gemmcache.bundle.writer import publish
@@ -157,3 +159,24 @@ def test_a_library_planted_beside_the_bundle_or_on_the_search_path_is_not_loaded
     gemmcache.load(folder)
     assert marker.exists()
     assert not other.exists()
+
+
+def test_a_library_that_was_loaded_through_the_same_descriptor_before_is_not_taken(folder, marker, monkeypatch):
+    """glibc finds libraries by the spelling of their paths: any code may have left one under this number."""
+    other = shared_object(("__tvm_ffi_gc_other",))
+    fd = memory.sealed_copy([other], len(other))
+    ctypes.CDLL(f"/proc/self/fd/{fd}")
+    taken = []
+
+    def same_number(reader, blob):
+        copy = honest(reader, blob)
+        os.dup2(copy, fd)
+        os.close(copy)
+        taken.append(fd)
+        return fd
+
+    honest = BundleReader.load_blob_memfd
+    monkeypatch.setattr(BundleReader, "load_blob_memfd", same_number)
+    gemmcache.load(folder)
+    assert taken == [fd]
+    assert marker.exists()
