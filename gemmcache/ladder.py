@@ -6,8 +6,8 @@ A ladder is the ascending list of the ms that were tuned. Entry i answers for th
 
 so an m is rounded up to the next tuned point by at most 15 rows, and by less than a factor of two. An m that
 falls in no step has no entry: it goes to the library and is counted. Nothing is extrapolated: on an H200 the
-kernels tuned at 128 to 4096 took up to 1.6 times cuBLAS's time at ms half way to the point below, while up to 15
-rows of padding cost nothing (docs/measurements.md). Whoever serves other ms often tunes at these.
+kernels tuned at 128 to 4096 took up to 1.6 times cuBLAS's time at ms far below, while a few rows of padding
+cost nothing (docs/measurements.md). Whoever serves other ms often tunes at these.
 """
 
 from __future__ import annotations

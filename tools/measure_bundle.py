@@ -51,7 +51,7 @@ def measure(bundle: Any, ms: tuple[int, ...]) -> list[dict[str, Any]]:
                     samples[key].append(bench.sample_us(key))
             us, library_us = median(samples[BUNDLE]), median(samples[LIBRARY_KEY])
             choice = dispatcher.choose(m)
-            served = "kernel" if choice.function else "library" if choice.entry else f"miss_{choice.where}"
+            served = "kernel" if choice.function else "library" if choice.entry else choice.where
             rows.append(
                 {"m": m, "n": family.n, "k": family.k, "served_by": served, "us": us, "library_us": library_us}
                 | {"speedup": library_us / us, "error": bench.error(BUNDLE)}

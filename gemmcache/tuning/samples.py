@@ -13,13 +13,14 @@ from gemmcache.target import Target
 
 #: A sample this many times faster or slower than the median of its vector is an outlier.
 _OUTLIER = 3.0
-#: No kernel computes faster than this many times the sustained matrix rate of its product.
-_RATE_MARGIN = 2.0
+#: No kernel computes faster than this many times the sustained 16-bit matrix rate of its product: 8-bit operands
+#: run at twice that rate, and the rest is room for error.
+_RATE_MARGIN = 4.0
 
 
 def floor_us(problem: Problem, target: Target) -> float:
     """A run time in microseconds that no correct kernel can undercut."""
-    return problem.flops / (rates_of(target).tflops * 1e6 * _RATE_MARGIN * 2)
+    return problem.flops / (rates_of(target).tflops * 1e6 * _RATE_MARGIN)
 
 
 def flaws(samples: Sequence[float], floor: float = 0.0) -> list[str]:

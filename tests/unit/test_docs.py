@@ -142,7 +142,7 @@ def test_the_numbers_of_the_protocol_are_those_of_the_code():
         f"After {executor._MAX_LOSSES + 1} candidates",
     ):
         assert said in text, said
-    assert (samples._OUTLIER, samples._RATE_MARGIN) == (3.0, 2.0)
+    assert (samples._OUTLIER, samples._RATE_MARGIN) == (3.0, 4.0)
 
 
 def test_the_fields_of_a_record_are_explained():
