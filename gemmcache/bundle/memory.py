@@ -7,7 +7,9 @@ import fcntl
 import hashlib
 import mmap
 import os
+import queue
 import tempfile
+import threading
 from collections.abc import Iterable
 
 from gemmcache.bundle import fs
@@ -55,23 +57,61 @@ def sealed_copy(pieces: Iterable[bytes], size: int) -> int:
     return fd
 
 
-def sealed_copy_of_file(source: int, size: int) -> int:
-    """`sealed_copy` of the first `size` bytes of the file behind `source`, copied by the kernel where it can."""
+def hashed_copy_of_file(source: int, size: int) -> tuple[int, str]:
+    """`sealed_copy` of the first `size` bytes of the file behind `source`, and the sha256 of the copy as 64 hex digits.
+
+    What has been copied is hashed while the kernel copies the rest. A file that is shorter counts as ending in zeros.
+    """
     fd = _memfd()
     if fd is None:
-        return _unlinked_copy(fs.chunks(source, size))
+        fd = _unlinked_copy(fs.chunks(source, size))
+        try:
+            return fd, digest_of(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
     try:
-        offset = 0
-        while offset < size:
-            moved = os.sendfile(fd, source, offset, size - offset)
-            if not moved:
-                break
-            offset += moved
+        os.ftruncate(fd, size)
+        digest = _copy_and_hash(source, fd, size)
         _seal(fd)
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, digest
+
+
+def _copy_and_hash(source: int, fd: int, size: int) -> str:
+    """Copies `size` bytes to the memfd `fd`, from which another thread hashes them as they come in."""
+    total = hashlib.sha256()
+    if not size:
+        return total.hexdigest()
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # A private mapping: a shared one, even for reading, would keep the memfd from being sealed.
+    with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as view, memoryview(view) as content:
+
+        def hash_pieces() -> None:
+            start = 0
+            while start < size:
+                end = ends.get()
+                with content[start:end] as piece:
+                    total.update(piece)
+                start = end
+
+        hasher = threading.Thread(target=hash_pieces, name="gemmcache-hash", daemon=True)
+        hasher.start()
+        offset = 0
+        try:
+            while offset < size:
+                moved = os.sendfile(fd, source, offset, min(fs.CHUNK, size - offset))
+                if not moved:
+                    break
+                offset += moved
+                ends.put(offset)
+        finally:
+            if offset < size:
+                ends.put(size)
+            hasher.join()
+    return total.hexdigest()
 
 
 def _seal(fd: int) -> None:

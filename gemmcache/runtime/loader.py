@@ -20,7 +20,7 @@ from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.devices import CudaDevices
 from gemmcache.runtime.dispatch import Dispatcher, bind_kernels
 from gemmcache.runtime.linear import Linear
-from gemmcache.runtime.native import load_module
+from gemmcache.runtime.native import begin_loading_runtime_library, load_module
 from gemmcache.target import detect_host, detect_target
 
 STRICT = "GEMMCACHE_STRICT"
@@ -52,7 +52,7 @@ def load(
     if on_stale not in ("serve", "raise"):
         raise UsageError(f"on_stale is '{on_stale}'", remedy="'serve' or 'raise'")
     strict = os.environ.get(STRICT, "") not in ("", "0")
-    with contextlib.closing(BundleReader.open(path)) as reader:
+    with contextlib.closing(BundleReader.open(path, early=begin_loading_runtime_library)) as reader:
         facts = detect_facts(device)
         part, judgement = choose_part(reader.manifest.parts, facts)
         if judgement.verdict is Verdict.STALE:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from typing import Any
 from gemmcache.errors import IncompatibleError, MissingPackageError, ToolError
 
 LIBRARY = "libcute_dsl_runtime.so"
+MAJORS = (12, 13, 14)
+#: The field of that name in an encoded manifest, and its value: a small integer is one byte.
+_CUDA_MAJOR = re.compile(rb"\xaacuda_major(.)", re.DOTALL)
 
 _lock = threading.Lock()
 _loaded: dict[int, ctypes.CDLL] = {}
@@ -38,7 +43,7 @@ def find_runtime_library(cuda_major: int) -> Path:
             path = Path(str(file.locate()))
             if path.is_file():
                 return path
-    others = [m for m in (12, 13, 14) if m != cuda_major and _installed(runtime_package(m))]
+    others = [m for m in MAJORS if m != cuda_major and _installed(runtime_package(m))]
     found = f"; installed is {runtime_package(others[0])}, of another CUDA major" if others else ""
     raise MissingPackageError(
         f"{LIBRARY} for CUDA {cuda_major} is not installed{found}", remedy=f"pip install {package}"
@@ -51,6 +56,38 @@ def _installed(package: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def begin_loading_runtime_library(manifest: bytes) -> None:
+    """Lets a thread load the runtime library that `manifest` asks for, while the caller still decodes it.
+
+    Both take about as long. What the unchecked bytes say is a hint: what fails here, or does not happen, is
+    done and told in `load_runtime_library`.
+    """
+    majors = {found[0] for found in _CUDA_MAJOR.findall(manifest)}
+    if _loaded or len(majors) != 1:
+        return
+    major = majors.pop()
+    if major not in MAJORS:
+        return
+    try:
+        path = find_runtime_library(major)
+    except MissingPackageError:
+        return
+    # ctypes.CDLL holds the interpreter's lock while it loads, a foreign call does not. All but that call is done here:
+    # a thread that computes waits for this one.
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    call = partial(dlopen, os.fsencode(path), os.RTLD_NOW | os.RTLD_GLOBAL)
+    threading.Thread(target=_load_early, args=(major, path, call), name="gemmcache-runtime", daemon=True).start()
+
+
+def _load_early(cuda_major: int, path: Path, dlopen: Callable[[], int | None]) -> None:
+    with _lock:
+        if not _loaded:
+            handle = dlopen()
+            if handle:
+                _loaded[cuda_major] = ctypes.CDLL(str(path), handle=handle)
 
 
 def load_runtime_library(cuda_major: int) -> None:

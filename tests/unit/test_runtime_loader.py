@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +163,38 @@ def test_a_runtime_library_of_another_cuda_major_is_named_too(monkeypatch):
         native.find_runtime_library(13)
 
 
+@pytest.mark.parametrize(
+    ("manifest", "begun"),
+    [
+        (b"\xaacuda_major\x0d..\xaacuda_major\x0d", [13]),
+        (b"\xaacuda_major\x0c..\xaacuda_major\x0d", []),
+        (b"\xaacuda_major\xc0", []),
+        (b"cuda_major\x0d", []),
+        (b"\xaacuda_major", []),
+    ],
+)
+def test_the_runtime_library_is_loaded_early_only_where_one_is_meant(monkeypatch, manifest, begun):
+    threads = []
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "find_runtime_library", lambda major: Path(f"/nowhere/{major}.so"))
+    monkeypatch.setattr(native, "_load_early", lambda major, path, dlopen: threads.append((major, dlopen())))
+    before = set(threading.enumerate())
+    native.begin_loading_runtime_library(manifest)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    # The library is not there: the call says so by a null pointer, and the error is told by the real loading.
+    assert threads == [(major, None) for major in begun]
+
+
+def test_a_bundle_whose_runtime_library_is_missing_is_told_by_the_real_loading(monkeypatch):
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_installed", lambda package: False)
+    monkeypatch.setattr(native.metadata, "files", lambda package: None)
+    native.begin_loading_runtime_library(b"\xaacuda_major\x0d")
+    with pytest.raises(MissingPackageError, match="cu13"):
+        native.load_runtime_library(13)
+
+
 def test_the_installed_runtime_library_is_found():
     assert native.find_runtime_library(13).name == "libcute_dsl_runtime.so"
 
@@ -173,6 +207,7 @@ def test_the_loader_works_where_compiler_tuner_and_command_line_cannot_be_import
     folder = bundle()
     code = f"""
 import sys
+import threading
 for name in ("cutlass", "diskcache", "click", "rich", "transformers", "yaml"):
     sys.modules[name] = None
 import gemmcache
