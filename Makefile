@@ -18,11 +18,12 @@ TARGET ?= h200
 OUT ?= bundles/$(notdir $(MODEL))-$(TARGET)
 BUILD_ARGS ?= --fuse
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 SOURCES := gemmcache tests tools
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help bundle test lint format typecheck clean distclean
+.PHONY: help bundle test lint format typecheck peers clean distclean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | expand -t 12
@@ -35,6 +36,9 @@ test: $(VENV)/.dev  ## lint, format, types and the tests that need no GPU
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+peers:  ## time the example bundle beside other libraries; needs a GPU, and torch for it in $(PYTHON)
+	@$(PYTHON) -m tools.peer_benchmark $(OUT) $(PEERS_ARGS)
 
 lint: $(VENV)/.dev  ## lint and check the format
 	@$(BIN)/ruff check $(SOURCES)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from gemmcache.errors import UsageError
 
-#: What a ladder is tuned at unless a source of problems says otherwise.
-DEFAULT_MS: tuple[int, ...] = tuple(1 << i for i in range(14))
+#: What a ladder is tuned at unless a source of problems says otherwise: powers of two, and up to 128, where kernels win
+#: most, every multiple of the smallest tile of tokens, so that every m has an entry.
+DEFAULT_MS: tuple[int, ...] = tuple(sorted({*(1 << i for i in range(14)), *range(16, 129, 16)}))
 
 INSIDE, BELOW, BETWEEN, ABOVE = "inside", "below", "between", "above"
 

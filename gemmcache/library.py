@@ -115,7 +115,8 @@ def _plan(
     bias, residual = operands.get("bias"), operands.get("residual")
     activation, beta = epilogue.activation, float(epilogue.beta)
     plain = a.dtype == b.dtype == out_dtype and out_dtype.is_floating_point and a.dim() == 2 and not scales
-    if _scaled_mm_takes(epilogue, a, b, out_dtype):
+    # The scaled product has no derivative.
+    if _scaled_mm_takes(epilogue, a, b, out_dtype) and not _wants_grad(a, b, *scales):
         product, scales = partial(_scaled_product, epilogue, a, b, out_dtype, scales), []
     elif plain and bias is not None and bias.dtype == out_dtype:
         if activation in ("relu", "gelu_tanh") and _fuses_activation(a, b, bias):
@@ -156,7 +157,8 @@ def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None) -
         # float16 has no room for the products of float8.
         common = torch.bfloat16 if short == torch.float16 and a.dtype.itemsize == 1 else short
         a, b = a.to(common), b.to(common)
-    if out_dtype == torch.float32 and a.is_cuda and a.dim() == 2 and a.dtype.itemsize == 2:
+    # This form of the product has no derivative.
+    if out_dtype == torch.float32 and a.is_cuda and a.dim() == 2 and a.dtype.itemsize == 2 and not _wants_grad(a, b):
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     if out is not None and out.dtype == a.dtype:
         return torch.matmul(a, b.mT, out=out)
@@ -205,10 +207,13 @@ def _scaled_product(
 
 def _fuses_activation(*operands: Tensor) -> bool:
     """Whether torch's fused linear and activation serves: it has no derivative, and no CPU kernel."""
+    return all(t.is_cuda and t.numel() for t in operands) and not _wants_grad(*operands)
+
+
+def _wants_grad(*operands: Tensor) -> bool:
     import torch
 
-    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in operands)
-    return all(t.is_cuda and t.numel() for t in operands) and not wants_grad
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
 
 
 def _linear_activation(activation: str, a: Tensor, b: Tensor, bias: Tensor, out: Tensor | None) -> Tensor:

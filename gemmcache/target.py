@@ -74,9 +74,11 @@ TARGETS: dict[str, Target] = {
     "h200": Target("sm_90a", 132, 60 * _MIB, 232448, "NVIDIA H200"),
     "h20": Target("sm_90a", 78, 60 * _MIB, 232448, "NVIDIA H20"),
     "b200": Target("sm_100a", 148, 126 * _MIB, 232448, "NVIDIA B200"),
+    "rtx5090": Target("sm_120a", 170, 96 * _MIB, 101376, "NVIDIA GeForce RTX 5090"),
 }
 
-#: How the driver begins the names of the boards of one product.
+#: How the driver begins the names of the boards of one product. A GeForce card's name is its product: what follows
+#: it (` Ti`, ` D`, ` Laptop GPU`) is another chip.
 _PRODUCTS = ("NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA H20", "NVIDIA B200")
 
 

@@ -48,6 +48,7 @@ def command(
     fuse: bool,
     tp: int,
     dtype: str | None,
+    epilogues: str,
     ms: tuple[int, ...] | None,
     targets: tuple[str, ...],
     out: Path,
@@ -79,7 +80,7 @@ def command(
     chosen = [target_of(t) for t in targets]
     if len({(t.arch, t.product, t.sm_count) for t in chosen}) != len(chosen):
         raise UsageError("a target is named twice")
-    workload = workload_of(source, fuse, tp, dtype)
+    workload = workload_of(source, fuse, tp, dtype, epilogues)
     families, host = kernel_families(), detect_host()
     toolchain = detect_toolchain(families.values())
     with Records.open(folder, read_only=True) as layers:

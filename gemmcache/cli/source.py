@@ -9,7 +9,7 @@ import click
 
 from gemmcache.errors import UsageError
 from gemmcache.ladder import parse_ms
-from gemmcache.models.interface import Workload
+from gemmcache.models.interface import EPILOGUES, PLAIN, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,8 +24,9 @@ def _ms(context: click.Context, parameter: click.Parameter, value: str | None) -
 
 
 def source_options(function: F) -> F:
-    """Adds SOURCE, `--fuse`, `--tp`, `--dtype` and `--m`: parameters `source: str`, `fuse: bool`, `tp: int`,
-    `dtype: str | None` and `ms: tuple[int, ...] | None` (ascending, None for the source's own)."""
+    """Adds SOURCE, `--fuse`, `--tp`, `--dtype`, `--epilogues` and `--m`: parameters `source: str`, `fuse: bool`,
+    `tp: int`, `dtype: str | None`, `epilogues: str` (of `models.interface.EPILOGUES`) and
+    `ms: tuple[int, ...] | None` (ascending, None for the source's own)."""
     for decorate in reversed(
         (
             click.argument("source"),
@@ -44,6 +45,14 @@ def source_options(function: F) -> F:
             ),
             click.option("--dtype", metavar="NAME", help="Operands' dtype instead of the source's own, e.g. bf16."),
             click.option(
+                "--epilogues",
+                type=click.Choice(EPILOGUES),
+                default=PLAIN,
+                show_default=True,
+                help="Epilogues of a model's layers: bias only, those that `shapes` shows as fusable, or both, "
+                "each layer plain and fused.",
+            ),
+            click.option(
                 "--m",
                 "ms",
                 callback=_ms,
@@ -56,8 +65,17 @@ def source_options(function: F) -> F:
     return function
 
 
-def workload_of(source: str, fuse: bool, tp: int, dtype: str | None) -> Workload:
-    """The workload of SOURCE with these options; errors as `models.source.load_workload`."""
+def workload_of(
+    source: str, fuse: bool, tp: int, dtype: str | None, epilogues: str = PLAIN, *, notes: bool = False
+) -> Workload:
+    """The workload of SOURCE with these options; errors as `models.source.load_workload`.
+
+    Its notes on proposed epilogues go to stderr where these are used, or always with `notes`.
+    """
     from gemmcache.models.source import load_workload
 
-    return load_workload(source, dtype=dtype, fuse=fuse, tp=tp)
+    workload = load_workload(source, dtype=dtype, fuse=fuse, tp=tp, epilogues=epilogues)
+    if notes or epilogues != PLAIN:
+        for note in workload.notes:
+            click.echo(f"gemmcache: {source}: {note}", err=True)
+    return workload

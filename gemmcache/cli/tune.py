@@ -34,6 +34,7 @@ def command(
     fuse: bool,
     tp: int,
     dtype: str | None,
+    epilogues: str,
     ms: tuple[int, ...] | None,
     folder: Path | None,
     names: tuple[str, ...],
@@ -64,7 +65,7 @@ def command(
     families = [f for n, f in installed.items() if not names or n in names]
     # Only those that are searched: what a part of the families won is no record of all of them.
     toolchain = detect_toolchain(families)
-    workload = workload_of(source, fuse, tp, dtype)
+    workload = workload_of(source, fuse, tp, dtype, epilogues)
     # By family, so that a family's weights are made once; families in order of their weight.
     weights = workload.problems(ms)
     heavy = {family: -count for family, count in workload.families().items()}

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gemmcache import dtypes
 from gemmcache.environment import CUDA_MAJOR
 from gemmcache.epilogue import Epilogue
 from gemmcache.errors import CompileError, MissingPackageError, UnsupportedError
@@ -31,10 +32,13 @@ def element_type(dtype: str) -> Any:
 
 
 def compile_entry(entry: Any, spec: KernelSpec, function_name: str) -> bytes:
-    """The object that exports `function_name` as a tvm-ffi function `(a[M, K], b[N, K], out[M, N], *epilogue)`.
+    """The object that exports `function_name` as a tvm-ffi function `(a[M, K], b[N, K], out[M, N'], *epilogue)`.
 
-    M, N, K and the row strides are dynamic; n, k and strides are declared multiples of `spec.divisibility` and
-    pointers aligned to `spec.align_bytes`, so the exported argument checks reject what breaks these limits.
+    Layouts are a matter of strides: a is [M, K] with its columns contiguous for `mk` and its rows for `km`, and so on.
+    M, N, K and the other strides are dynamic; n, k and the strides of a and b are declared multiples of
+    `spec.divisibility`, pointers and the rows of out aligned to `spec.align_bytes`, so the exported argument checks
+    reject what breaks these limits. Epilogue operands: scales are float32 vectors (of one element per tensor, M per
+    row, N per column), bias is a vector [N] and residual a matrix [M, N'] of the out dtype.
     Raises `CompileError` with the compiler's words, `MissingPackageError` without the compiler.
     """
     try:
@@ -51,23 +55,36 @@ def compile_entry(entry: Any, spec: KernelSpec, function_name: str) -> bytes:
             remedy=f"pip install 'nvidia-cutlass-dsl[cu{CUDA_MAJOR}]'",
         )
 
-    def operand(dtype: str, rows: Any, columns: Any) -> Any:
-        stride = cute.sym_int64(divisibility=spec.divisibility)
-        return make_fake_tensor(
-            element_type(dtype), (rows, columns), stride=(stride, 1), assumed_align=spec.align_bytes
-        )
+    epilogue = Epilogue.parse(spec.epilogue)
+    out_divisibility = spec.align_bytes // dtypes.SIZES[spec.out_dtype]
+
+    def matrix(dtype: str, rows: Any, columns: Any, divisibility: int, by_rows: bool = True) -> Any:
+        apart = cute.sym_int64(divisibility=divisibility)
+        stride = (apart, 1) if by_rows else (1, apart)
+        return make_fake_tensor(element_type(dtype), (rows, columns), stride=stride, assumed_align=spec.align_bytes)
+
+    def vector(dtype: str, size: Any, align: int) -> Any:
+        return make_fake_tensor(element_type(dtype), (size,), stride=(1,), assumed_align=align)
 
     m = cute.sym_int()
     n, k = (cute.sym_int(divisibility=spec.divisibility) for _ in range(2))
-    operands = [operand(spec.a_dtype, m, k), operand(spec.b_dtype, n, k), operand(spec.out_dtype, m, n)]
-    for name in Epilogue.parse(spec.epilogue).operands():
+    # Half as many under a gate; that it is half is the caller's to keep.
+    columns = cute.sym_int(divisibility=out_divisibility) if epilogue.gate else n
+    operands = [
+        matrix(spec.a_dtype, m, k, spec.divisibility, spec.a_layout == "mk"),
+        matrix(spec.b_dtype, n, k, spec.divisibility, spec.b_layout == "nk"),
+        matrix(spec.out_dtype, m, columns, out_divisibility),
+    ]
+    per_tensor = epilogue.scale == "tensor"
+    for name in epilogue.operands():
         if name == "residual":
-            operands.append(operand(spec.out_dtype, m, n))
+            operands.append(matrix(spec.out_dtype, m, columns, out_divisibility))
         elif name == "bias":
-            dtype = element_type(spec.out_dtype)
-            operands.append(make_fake_tensor(dtype, (n,), stride=(1,), assumed_align=spec.align_bytes))
+            operands.append(vector(spec.out_dtype, n, spec.align_bytes))
+        elif per_tensor:
+            operands.append(vector("float32", 1, 4))
         else:
-            raise UnsupportedError(f"{spec.config}: epilogue operand '{name}' has no entry ABI yet")
+            operands.append(vector("float32", m, 4) if name == "scale_a" else vector("float32", n, spec.align_bytes))
     # The arch is always given: without one and without a GPU the DSL would compile for sm_100a.
     compiler = cute.compile[cute.GPUArch(spec.arch), cute.EnableTVMFFI(True)]
     try:

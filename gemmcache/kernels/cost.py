@@ -28,9 +28,15 @@ _RATES: dict[str, Rates] = {
     "NVIDIA H200": Rates(720, 4.3),
     "NVIDIA H20": Rates(140, 3.6),
     "NVIDIA B200": Rates(1600, 7.0),
+    "NVIDIA GeForce RTX 5090": Rates(210, 1.6),
 }
-_BY_ARCH = {"sm_80": "NVIDIA A100", "sm_90a": "NVIDIA H100", "sm_100a": "NVIDIA B200"}
-_SMS = {"NVIDIA A100": 108, "NVIDIA H100": 132, "NVIDIA B200": 148}
+_BY_ARCH = {
+    "sm_80": "NVIDIA A100",
+    "sm_90a": "NVIDIA H100",
+    "sm_100a": "NVIDIA B200",
+    "sm_120a": "NVIDIA GeForce RTX 5090",
+}
+_SMS = {"NVIDIA A100": 108, "NVIDIA H100": 132, "NVIDIA B200": 148, "NVIDIA GeForce RTX 5090": 170}
 
 # Fitted to the shipped H200 records by random search over the regret of the predicted config; see docs/measurements.md.
 #: TB/s that one SM can draw from device memory if its stages held nothing but weights, and how the share of

@@ -1,10 +1,10 @@
-"""What families of dense 16-bit kernels from a pip package have in common."""
+"""What families of dense kernels from a pip package have in common."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -16,23 +16,33 @@ from gemmcache.kernels.interface import Config, KernelFamily, KernelSpec
 from gemmcache.problem import Problem, ProblemFamily
 from gemmcache.target import Target
 
-Space = Callable[[], Iterator[Config]]
-
 
 class DenseFamily(KernelFamily):
-    """Kernels for k-major a and b and row-major out of one 16-bit dtype, with fp32 accumulation.
+    """Kernels of one pip package whose every config has a `tile` (M x N, perhaps x K) and `swap_ab`, and may have a
+    `cluster`.
 
-    A subclass names its pip package, the folder of the package's sources, the extra that installs it, its spaces by
-    arch, its epilogues, and the module whose `make_entry(spec)` gives the jitted entry. Every config has a `tile`
-    (M x N, perhaps x K) and `swap_ab`, and may have a `cluster`.
+    A subclass names the package, the folder of its sources, the extra that installs it, and the module whose
+    `make_entry(spec)` gives the jitted entry; it says what it excludes, and which configs are left.
     """
 
     package: str
     sources: str
     extra: str
-    spaces: Mapping[str, Space]
-    epilogues: tuple[str, ...]
     entry_module: str
+    #: Other modules whose sources make part of the kernels.
+    entry_parts: tuple[str, ...] = ()
+
+    @abstractmethod
+    def excluded(self, family: ProblemFamily, arch: str) -> str | None:
+        """Why no kernel computes `family` on `arch`; None if some do."""
+
+    @abstractmethod
+    def space(self, family: ProblemFamily, arch: str) -> tuple[Config, ...]:
+        """Every valid config for `family` on `arch`, simplest first; none if `family` is excluded."""
+
+    @abstractmethod
+    def divisibility(self, family: ProblemFamily) -> int:
+        """What n and k must be multiples of, in elements."""
 
     @abstractmethod
     def bakes_sm_count(self, config: Config) -> bool:
@@ -46,35 +56,22 @@ class DenseFamily(KernelFamily):
         return tile[0], tile[1]
 
     def source_digest(self) -> str:
-        return _source_digest(self.package, self.sources, self.extra, self.entry_module)
+        return _source_digest(self.package, self.sources, self.extra, (self.entry_module, *self.entry_parts))
 
     def unsupported(self, family: ProblemFamily, target: Target) -> str | None:
-        layouts = (family.a_layout, family.b_layout, family.out_layout)
-        reasons = (
-            (target.arch not in self.spaces, f"no kernels for {target.arch}"),
-            (family.a_dtype != family.b_dtype, "a and b differ in dtype"),
-            (family.a_dtype not in ("bfloat16", "float16"), f"dtype {family.a_dtype}"),
-            (family.out_dtype != family.a_dtype, f"out dtype {family.out_dtype} differs from {family.a_dtype}"),
-            (family.acc_dtype != "float32", f"accumulator {family.acc_dtype}"),
-            (family.batch != 1, "batched problems"),
-            (layouts != ("mk", "nk", "mn"), "layouts other than mk,nk,mn"),
-            (str(family.epilogue) not in self.epilogues, f"epilogue {family.epilogue}"),
-            (family.n % 8 != 0 or family.k % 8 != 0, "n and k that are no multiples of 8"),
-        )
-        return next((text for applies, text in reasons if applies), None)
+        return self.excluded(family, target.arch)
 
     def configs(self, family: ProblemFamily, target: Target) -> Iterator[Config]:
-        if self.unsupported(family, target) is None:
-            yield from self.spaces[target.arch]()
+        yield from self.space(family, target.arch)
 
     def spec(self, config: Config, family: ProblemFamily, target: Target) -> KernelSpec:
-        reason = self.unsupported(family, target)
+        reason = self.excluded(family, target.arch)
         if reason is not None:
             raise UnsupportedError(f"kernel family '{self.name}' does not support {reason}")
-        if config not in _members(self.spaces[target.arch]):
-            raise UnsupportedError(f"{config} is not in the space of '{self.name}' for {target.arch}")
+        if config not in self.space(family, target.arch):
+            raise UnsupportedError(f"{config} is not in the space of '{self.name}' for {family} on {target.arch}")
         sm_count = target.sm_count if self.bakes_sm_count(config) else None
-        return KernelSpec.for_family(config, family, target.arch, sm_count)
+        return KernelSpec.for_family(config, family, target.arch, sm_count, self.divisibility(family))
 
     def estimate_us(self, config: Config, problem: Problem, target: Target) -> float:
         params = config.as_dict()
@@ -104,18 +101,13 @@ def _remedy(extra: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _members(space: Space) -> frozenset[Config]:
-    return frozenset(space())
-
-
-@lru_cache(maxsize=16)
-def _source_digest(package: str, sources: str, extra: str, entry_module: str) -> str:
+def _source_digest(package: str, sources: str, extra: str, modules: tuple[str, ...]) -> str:
     """sha256 over the package's sources and those that turn them into an object here."""
     kernels = package_digest(package, sources)
     if kernels is None:
         raise MissingPackageError(f"{package} is not installed", remedy=_remedy(extra))
     total = hashlib.sha256(kernels.encode())
     here = Path(__file__).parent
-    for path in (here.joinpath(*entry_module.split(".")[2:]).with_suffix(".py"), here / "compiler.py"):
+    for path in (*(here.joinpath(*m.split(".")[2:]).with_suffix(".py") for m in modules), here / "compiler.py"):
         total.update(hashlib.sha256(path.read_bytes()).digest())
     return total.hexdigest()

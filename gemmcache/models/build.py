@@ -34,7 +34,7 @@ def build_model(config: dict[str, Any], where: str) -> Any:
     Raises `UsageError` for an unknown architecture, a missing size, or anything else that transformers
     refuses, and `MissingPackageError` without transformers or a package that the model needs.
     """
-    with _quiet_and_offline():
+    with quiet_and_offline():
         try:
             import transformers
         except ImportError as error:
@@ -151,7 +151,7 @@ def _instantiate(model_class: Any, config: Any) -> Any:
 
 
 @contextmanager
-def _quiet_and_offline() -> Iterator[None]:
+def quiet_and_offline() -> Iterator[None]:
     """No warnings, log lines or progress from transformers, and no connection to a hub, inside."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gemmcache.models.after import After
 from gemmcache.models.gemms import Gemm
 
 #: Siblings under one parent -> the name of what they become.
@@ -18,14 +19,17 @@ GROUPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("w1", "w3"), "gate_up_proj"),
     (("wi_0", "wi_1"), "gate_up_proj"),
 )
+#: The names that a gate and its up projection have.
+GATES = tuple(names for names, new in GROUPS if new == "gate_up_proj")
 
 
 def fuse(gemms: Sequence[tuple[Gemm, str]]) -> list[tuple[Gemm, str]]:
     """`gemms` (each with its direction) with q/k/v and gate/up siblings merged, N summed.
 
     Merged are only whole groups with the same K, bias, count and direction, outside cross-attention (whose
-    queries and keys have different inputs). Structure can't tell that a model adds position embeddings to
-    queries and keys but not to values (the DETR family): don't fuse those.
+    queries and keys have different inputs), in the order of `GROUPS`: [gate; up], as gated epilogues read it.
+    Structure can't tell that a model adds position embeddings to queries and keys but not to values (the DETR
+    family): don't fuse those.
     """
     by_path = {gemm.path: (gemm, way) for gemm, way in gemms}
     merged: dict[str, tuple[Gemm, str] | None] = {}
@@ -39,7 +43,16 @@ def fuse(gemms: Sequence[tuple[Gemm, str]]) -> list[tuple[Gemm, str]]:
             alike = {(g.k, g.bias, g.count, w) for g, w in members}
             if len(members) != len(names) or len(alike) != 1 or prefix + new in by_path:
                 continue
-            merged[gemm.path] = (replace(gemm, path=prefix + new, n=sum(g.n for g, _ in members)), way)
+            n, after = sum(g.n for g, _ in members), _after([g for g, _ in members])
+            merged[gemm.path] = (replace(gemm, path=prefix + new, n=n, after=after), way)
             merged.update({g.path: None for g, _ in members[1:]})
     result = (merged.get(gemm.path, (gemm, way)) for gemm, way in gemms)
     return [entry for entry in result if entry is not None]
+
+
+def _after(members: Sequence[Gemm]) -> After:
+    """What comes after the merged weight: the gate, or the steps that all members have."""
+    first, second = members[0].after, members[1].after
+    if len(members) == 2 and first.times == members[1].path:
+        return After(gate=first.activation) if second == After() else After()
+    return first if first.times is None and all(g.after == first for g in members) else After()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from gemmcache.models.after import After
 
 _HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "dim_head", "d_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
@@ -14,6 +16,8 @@ _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_exp
 _ROUTER = re.compile(r"Router|Gate(?!d)|Gating")
 _EXPERT = re.compile(r"expert", re.IGNORECASE)
 _PROJECTION = re.compile(r"proj(ection)?(_weight)?$")
+#: A component of a path: experts that every token goes through (`shared_experts`) are like any other layer.
+_EXPERTS_PATH = re.compile(r"(?<![^.])experts(?![^.])")
 _CROSS = re.compile(r"cross|encoder_?attn|enc_?dec", re.IGNORECASE)
 
 
@@ -22,7 +26,8 @@ class Gemm:
     """One weight `[N, K]` of a model and how often a forward pass multiplies by it (`count`).
 
     `head_dim`, `v_head_dim` and `kv_heads` are what the module around it says of its attention heads (None
-    where it says nothing); `cross`: that module is a cross-attention; `is_head`: the language model's head.
+    where it says nothing); `cross`: that module is a cross-attention; `is_head`: the language model's head;
+    `after`: what the model does with the output, for whoever has watched it.
     """
 
     path: str
@@ -35,6 +40,7 @@ class Gemm:
     kv_heads: int | None = None
     cross: bool = False
     is_head: bool = False
+    after: After = field(default_factory=After)
 
     @property
     def parent(self) -> str:
@@ -43,6 +49,11 @@ class Gemm:
     @property
     def leaf(self) -> str:
         return self.path.rpartition(".")[2]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the weight is one of a mixture's experts, which see the tokens routed to them only."""
+        return bool(_EXPERTS_PATH.search(self.path))
 
 
 def gemms_of(model: Any) -> list[Gemm]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from gemmcache import dtypes
+from gemmcache.epilogue import Epilogue
 from gemmcache.errors import MissingPackageError, UsageError
 from gemmcache.models.cache import WorkloadCache, key_of
 from gemmcache.models.files import parse_json
@@ -14,6 +16,7 @@ from gemmcache.models.fusion import fuse as fuse_siblings
 from gemmcache.models.gemms import Gemm, gemms_of
 from gemmcache.models.interface import Layer, Workload
 from gemmcache.models.parallel import directions, split, starred
+from gemmcache.models.proposal import proposed
 from gemmcache.problem import ProblemFamily
 
 
@@ -30,7 +33,8 @@ def workload_of_config(
     """The GEMMs of the model that the config.json `data` describes, those of one of `tp` ranks.
 
     Every linear layer is listed with its bias as epilogue, the language model's head too, routers and experts
-    as `gemms.gemms_of` says; activations are separate operations in these models, so no epilogue has one.
+    as `gemms.gemms_of` says. Each has the epilogue that the model's own forward pass proposes (`watch.watch`,
+    `proposal.proposed`) beside it; notes say where that could not be watched.
     `dtype` is that of the GEMMs' operands: as given, else the config's, else bfloat16; with 8-bit operands
     out has the config's dtype. `tp` splits as `parallel.directions` says, before `fuse` merges siblings as
     `fusion.fuse` says. Raises `UsageError` naming `where`, `MissingPackageError` without transformers.
@@ -52,19 +56,23 @@ def workload_of_config(
     operands, out = _dtypes(config, dtype, where)
 
     # Imported here: a hit needs neither torch nor transformers.
-    from gemmcache.models.build import build_model
+    from gemmcache.models.build import build_model, quiet_and_offline
+    from gemmcache.models.watch import watch
 
     model = build_model(config, where)
     gemms = gemms_of(model)
     if not gemms:
         raise UsageError(f"{where}: this model has no linear layers", remedy="list its problems in a JSON file")
+    with quiet_and_offline():
+        after, notes = watch(model, gemms)
+    gemms = [replace(gemm, after=after.get(gemm.path, gemm.after)) for gemm in gemms]
     try:
         ways = directions(gemms, getattr(model, "_tp_plan", None) or {})
         ranked = [(split(gemm, way, tp), way) for gemm, way in zip(gemms, ways, strict=True)]
-        layers = _layers(fuse_siblings(ranked) if fuse else ranked, operands, out)
+        layers = _layers(fuse_siblings(ranked) if fuse else ranked, operands, out, tp)
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}", remedy=error.remedy) from error
-    workload = Workload(name, layers)
+    workload = Workload(name, layers, notes=notes)
     cache.put(key, workload)
     return workload
 
@@ -90,15 +98,15 @@ def _dtypes(config: dict[str, Any], given: str | None, where: str) -> tuple[str,
     return operands, own if dtypes.SIZES[own] > 1 else "bfloat16"
 
 
-def _layers(gemms: list[tuple[Gemm, str]], operands: str, out: str) -> tuple[Layer, ...]:
+def _layers(gemms: list[tuple[Gemm, str]], operands: str, out: str, tp: int) -> tuple[Layer, ...]:
     """GEMMs that differ in nothing but numbers in their paths, as one layer with their count."""
-    groups: dict[tuple[str, ProblemFamily, str], list[Gemm]] = {}
+    groups: dict[tuple[str, ProblemFamily, str, Epilogue], list[Gemm]] = {}
     for gemm, way in gemms:
         family = ProblemFamily.of(gemm.n, gemm.k, operands, "bias" if gemm.bias else "none", out)
-        groups.setdefault((starred(gemm.path), family, way), []).append(gemm)
+        groups.setdefault((starred(gemm.path), family, way, proposed(gemm, way, tp)), []).append(gemm)
     return tuple(
-        Layer(_common([g.path for g in members]), family, sum(g.count for g in members), way)
-        for (_, family, way), members in groups.items()
+        Layer(_common([g.path for g in members]), family, sum(g.count for g in members), way, epilogue)
+        for (_, family, way, epilogue), members in groups.items()
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gemmcache import codec
+from gemmcache.epilogue import Epilogue
 from gemmcache.errors import UsageError
 from gemmcache.ladder import DEFAULT_MS, Ladder
 from gemmcache.problem import MAX_DIM, Problem, ProblemFamily
@@ -12,6 +13,9 @@ from gemmcache.problem import MAX_DIM, Problem, ProblemFamily
 #: How tensor parallelism splits a layer: the weight's rows (column parallel), its columns, or not at all.
 COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 PARALLEL = (COLUMN, ROW, REPLICATED)
+#: Which families the layers of a model have: without proposed epilogues, with them, or both.
+PLAIN, PROPOSED, BOTH = "none", "model", "both"
+EPILOGUES = (PLAIN, PROPOSED, BOTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,15 @@ class Layer:
     """A GEMM of the source: its module path (or definition's name), and how often one forward pass runs it.
 
     `path` has `*` for the layer index where `count` layers share one family. After a split by tensor
-    parallelism `family` is one rank's.
+    parallelism `family` is one rank's. `proposed` is the epilogue that the model has after this GEMM, bias
+    included; None where the source says nothing of what comes after.
     """
 
     path: str
     family: ProblemFamily
     count: int = 1
     parallel: str = REPLICATED
+    proposed: Epilogue | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -40,6 +46,7 @@ class Layer:
             "family": self.family.to_value(),
             "count": self.count,
             "parallel": self.parallel,
+            "proposed": None if self.proposed is None else str(self.proposed),
         }
 
     @classmethod
@@ -50,9 +57,16 @@ class Layer:
             family=ProblemFamily.from_fields(fields.sub("family")),
             count=fields.integer("count", low=1),
             parallel=fields.choice("parallel", PARALLEL),
+            proposed=_proposed(fields),
         )
         fields.done()
         return layer
+
+    def fused(self) -> Layer:
+        """This layer with the proposed epilogue in its family; itself where there is none."""
+        if self.proposed is None:
+            return self
+        return replace(self, family=replace(self.family, epilogue=self.proposed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +75,29 @@ class Workload:
 
     `m_weights` maps a family to its (m, share of its traffic) pairs, ascending in m and with a sum of 1,
     where the source knows traffic; families that it does not hold are tuned at `ladder`'s default ms.
+    `notes` are what a user of the proposed epilogues should know about how they were found.
     """
 
     name: str
     layers: tuple[Layer, ...]
     m_weights: tuple[tuple[ProblemFamily, tuple[tuple[int, float], ...]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_epilogues(self, choice: str) -> Workload:
+        """This workload with its layers as they are ("none"), with the epilogues proposed ("model"), or each
+        layer that these change twice, plain and fused, both with its full count ("both").
+
+        Layers without a proposal, such as those of lists and traces, stay as they are.
+        Raises `UsageError` for another `choice`.
+        """
+        if choice not in EPILOGUES:
+            raise UsageError(f"epilogues is {choice!r}", remedy=f"one of {', '.join(EPILOGUES)}")
+        plain = choice != PROPOSED
+        layers: list[Layer] = []
+        for layer in self.layers:
+            versions = ([layer] if plain else []) + ([layer.fused()] if choice != PLAIN else [])
+            layers.extend(dict.fromkeys(versions))
+        return replace(self, layers=tuple(layers))
 
     def families(self) -> dict[ProblemFamily, int]:
         """Each family once, in order of appearance, with its count per forward pass."""
@@ -118,6 +150,7 @@ class Workload:
                 }
                 for family, pairs in self.m_weights
             ],
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -128,9 +161,25 @@ class Workload:
             name=fields.text("name"),
             layers=tuple(Layer.from_fields(f) for f in fields.subs("layers")),
             m_weights=tuple(_weights(f) for f in fields.subs("m_weights")),
+            notes=_notes(fields),
         )
         fields.done()
         return workload
+
+
+def _proposed(fields: codec.Fields) -> Epilogue | None:
+    text = fields.opt_text("proposed")
+    try:
+        return None if text is None else Epilogue.parse(text)
+    except UsageError as error:
+        raise fields.kind(f"{fields.where}: field 'proposed': {error.message}", remedy=error.remedy) from error
+
+
+def _notes(fields: codec.Fields) -> tuple[str, ...]:
+    notes = fields.items("notes")
+    if not all(isinstance(note, str) for note in notes):
+        raise fields.fail("notes", "must hold text")
+    return tuple(notes)
 
 
 def _weights(fields: codec.Fields) -> tuple[ProblemFamily, tuple[tuple[int, float], ...]]:

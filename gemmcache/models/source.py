@@ -9,7 +9,7 @@ from gemmcache.dtypes import dtype_name
 from gemmcache.errors import UsageError
 from gemmcache.models.files import parse_json, parse_yaml, read_bytes
 from gemmcache.models.huggingface import workload_of_config
-from gemmcache.models.interface import Workload
+from gemmcache.models.interface import PLAIN, Workload
 from gemmcache.models.listing import workload_of_list
 from gemmcache.models.shipped import shipped_models
 from gemmcache.models.trace import workload_of_trace
@@ -26,6 +26,7 @@ def load_workload(
     dtype: str | None = None,
     fuse: bool = False,
     tp: int = 1,
+    epilogues: str = PLAIN,
     cache_dir: Path | None = None,
 ) -> Workload:
     """The workload that `source` describes.
@@ -34,10 +35,16 @@ def load_workload(
     JSON or YAML list (`listing.workload_of_list`), or the short name of a shipped example such as
     `llama-3.1-8b`; a path that exists comes before a name. `dtype` overrides the operands' dtype (name or
     alias). `fuse` and `tp` (ranks of tensor parallelism, families being one rank's) are for model configs
-    only. Building a model takes seconds; its workload is kept under `cache_dir` (by default the user's).
+    only. `epilogues` says whether a model's layers have their bias only ("none"), the epilogues that its
+    forward pass proposes ("model"), or both, each in a family of its own; lists and traces keep theirs.
+    Building a model takes seconds; its workload is kept under `cache_dir` (by default the user's).
     Raises `UsageError` that names the file and field for anything that is missing, malformed or unknown, and
     `MissingPackageError` where a package is needed to read the source.
     """
+    return _load(source, dtype, fuse, tp, cache_dir).with_epilogues(epilogues)
+
+
+def _load(source: str | Path, dtype: str | None, fuse: bool, tp: int, cache_dir: Path | None) -> Workload:
     dtype = dtype_name(dtype) if dtype else None
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise UsageError(f"tp is {tp!r}, not a number of ranks", remedy="1 for no tensor parallelism")

@@ -33,6 +33,7 @@ FALLBACKS = (
     "empty",
     "subclass",
     "device",
+    "batch",
     "dtype",
     "strides",
     "alignment",

@@ -12,10 +12,10 @@ import torch
 MAX_ELEMENTS = 1 << 31
 
 
-def matrix_flaw(tensor: torch.Tensor, divisibility: int, align_bytes: int) -> str | None:
-    """The name of the first limit that a 2-D operand breaks (a fallback counter's name), None if it keeps all.
-
-    Rows must be contiguous, at least as far apart as they are long, and a multiple of `divisibility` elements apart.
+def matrix_flaw(tensor: torch.Tensor, divisibility: int) -> str | None:
+    """The name of the first limit that a 2-D operand breaks (a fallback counter's name), None if it keeps all that
+    its shape and strides tell. Rows must be contiguous, at least as far apart as they are long, and a multiple of
+    `divisibility` elements apart.
     """
     rows, columns = tensor.shape
     row_stride, column_stride = tensor.stride()
@@ -24,11 +24,25 @@ def matrix_flaw(tensor: torch.Tensor, divisibility: int, align_bytes: int) -> st
     if row_stride % divisibility:
         # One row is read at its beginning, but the descriptor takes its stride all the same.
         return "strides"
-    if tensor.data_ptr() % align_bytes:
-        return "alignment"
     if rows * row_stride >= MAX_ELEMENTS:
         return "size"
     return None
+
+
+def vector_flaw(tensor: torch.Tensor) -> str | None:
+    """`matrix_flaw` of a bias or of scales: as one dimension, the elements must have no gaps between them."""
+    try:
+        return "alignment" if tensor.view(-1).stride() != (1,) else None
+    except RuntimeError:
+        return "alignment"
+
+
+def transposed(tensor: torch.Tensor) -> bool:
+    """Whether columns, and not rows, of the last two dimensions are contiguous, as those of a transposed matrix."""
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    by_rows = column_stride == 1 and row_stride >= columns
+    return row_stride == 1 and column_stride >= rows and not by_rows
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:

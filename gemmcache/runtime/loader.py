@@ -129,7 +129,8 @@ class Bundle:
             kernels = bind_kernels(part, module.function)
         self._dispatchers = {t.family: Dispatcher(t, kernels) for t in part.tables}
         self._linear = Linear(self._dispatchers, self._counters, CudaDevices(part.target.capability), raise_on_miss)
-        #: `linear(x, w, bias=None, activation=None, residual=None, out=None)`: see `gemmcache.runtime.linear.Linear`.
+        #: `linear(x, w, bias=None, activation=None, residual=None, out=None, *, gate, scale_a, scale_b, out_dtype)`:
+        #: see `gemmcache.runtime.linear.Linear`.
         self.linear = self._linear.__call__
         _mark_after_fork(self._linear)
 

@@ -42,10 +42,17 @@ class FamilyInputs:
     def __init__(self, family: ProblemFamily, sets: int, device: torch.device, seed: int) -> None:
         self.family = family
         self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.weights = [self.random(family.n, family.k, family.b_dtype, device) for _ in range(sets)]
+        transposed = family.b_layout == "kn"
+        self.weights = [self.random(family.n, family.k, family.b_dtype, device, transposed) for _ in range(sets)]
 
-    def random(self, rows: int, columns: int, dtype: str, device: torch.device) -> torch.Tensor:
-        """Normal values scaled so that out has unit variance whatever k is."""
+    def random(
+        self, rows: int, columns: int, dtype: str, device: torch.device, transposed: bool = False
+    ) -> torch.Tensor:
+        """Normal values scaled so that out has unit variance whatever k is; `transposed` has contiguous columns."""
+        if transposed:
+            # Contiguous columns still start 16 bytes apart.
+            ahead = -(-rows // 16) * 16
+            return self.random(columns, ahead, dtype, device)[:, :rows].t()
         if dtype == "int8":
             shape = (rows, columns)
             integers: torch.Tensor = torch.randint(
@@ -81,15 +88,15 @@ class GpuBench(ProblemBench):
         device: torch.device,
     ) -> None:
         family = problem.family
-        layouts = (family.a_layout, family.b_layout, family.out_layout)
-        if family.batch != 1 or layouts != ("mk", "nk", "mn"):
-            raise MeasurementError(f"{problem}: batches and layouts other than mk,nk,mn can't be measured yet")
+        if family.batch != 1 or family.out_layout != "mn":
+            raise MeasurementError(f"{problem}: batches and out layouts other than mn can't be measured yet")
         self.problem, self.functions, self.policy, self.device = problem, functions, policy, device
         self.inputs = inputs
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         self.sets = min(len(inputs.weights), input_sets(problem, l2, policy.l2_multiple))
         rows = problem.m + 1
-        self.a = [inputs.random(rows, family.k, family.a_dtype, device) for _ in range(self.sets)]
+        transposed = family.a_layout == "km"
+        self.a = [inputs.random(rows, family.k, family.a_dtype, device, transposed) for _ in range(self.sets)]
         self.out = [
             torch.empty(rows, family.out_columns, device=device, dtype=_dtype(family.out_dtype))
             for _ in range(self.sets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gemmcache.runtime.guards import matrix_flaw
+from gemmcache.runtime.guards import matrix_flaw, transposed, vector_flaw
 
 torch = pytest.importorskip("torch")
 
@@ -27,12 +27,12 @@ def meta(rows: int, columns: int, row_stride: int, column_stride: int = 1):
     ],
 )
 def test_what_spans_two_to_the_31_elements_goes_to_the_library(rows, columns, row_stride):
-    assert matrix_flaw(meta(rows, columns, row_stride), 8, 16) == "size"
+    assert matrix_flaw(meta(rows, columns, row_stride), 8) == "size"
 
 
 def test_what_stays_just_below_is_taken():
-    assert matrix_flaw(meta((1 << 31) // 28672, 28672, 28672), 8, 16) is None
-    assert matrix_flaw(meta(2, 64, (1 << 30) - 8), 8, 16) is None
+    assert matrix_flaw(meta((1 << 31) // 28672, 28672, 28672), 8) is None
+    assert matrix_flaw(meta(2, 64, (1 << 30) - 8), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,40 @@ def test_what_stays_just_below_is_taken():
     ],
 )
 def test_rows_that_a_kernel_does_not_take_are_told_by_what_is_wrong(shape, flaw):
-    assert matrix_flaw(meta(*shape), 8, 16) == flaw
+    assert matrix_flaw(meta(*shape), 8) == flaw
 
 
-@pytest.mark.parametrize("offset", range(1, 8))
-def test_pointers_that_are_not_aligned_are_told(offset):
-    flat = torch.zeros(4 * 64 + 8, dtype=torch.bfloat16)
-    assert flat.data_ptr() % 16 == 0
-    assert matrix_flaw(flat[offset : offset + 256].view(4, 64), 8, 16) == "alignment"
+@pytest.mark.parametrize(
+    ("shape", "strides", "flaw"),
+    [
+        ((), (), None),
+        ((8,), (1,), None),
+        ((8, 1), (1, 1), None),
+        ((1, 8), (99, 1), None),
+        ((2, 4, 1), (4, 1, 1), None),
+        ((8,), (2,), "alignment"),
+        ((8,), (0,), "alignment"),
+        ((8, 1), (5, 1), "alignment"),
+        ((2, 4, 1), (8, 1, 1), "alignment"),
+        ((1,), (2,), "alignment"),
+    ],
+)
+def test_vectors_with_gaps_are_told(shape, strides, flaw):
+    assert vector_flaw(torch.zeros(64).as_strided(shape, strides)) == flaw
+
+
+@pytest.mark.parametrize(
+    ("shape", "turned"),
+    [
+        ((4, 64, 64), False),
+        ((4, 64, 1, 4), True),
+        ((4, 64, 1, 8), True),
+        ((4, 64, 1, 3), False),
+        ((1, 64, 64), False),
+        ((64, 1, 1), False),
+        ((4, 64, 0), False),
+        ((4, 64, 2, 8), False),
+    ],
+)
+def test_columns_that_are_contiguous_make_a_matrix_transposed(shape, turned):
+    assert transposed(meta(*shape)) is turned

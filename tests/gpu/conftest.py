@@ -37,11 +37,31 @@ def bundle(bundle_path):
         return gemmcache.load(bundle_path)
 
 
+def is_plain(family) -> bool:
+    """Whether `linear(x, w)` of bfloat16 matrices is all that it takes."""
+    from gemmcache.problem import ProblemFamily
+
+    return family == ProblemFamily.of(family.n, family.k)
+
+
 @pytest.fixture(scope="session")
 def kernel_case(bundle):
-    """(family, m) of the first entry that a kernel serves with rows enough for views to differ."""
+    """(family, m) of the first plain entry that a kernel serves with rows enough for views to differ."""
     for family, dispatcher in sorted(bundle.dispatchers.items(), key=lambda item: item[0].n):
         for entry in dispatcher.table.entries:
-            if entry.kernel and entry.m >= 16:
+            if entry.kernel and entry.m >= 16 and is_plain(family):
                 return family, entry.m
-    pytest.skip("the bundle serves nothing by a kernel")
+    pytest.skip("the bundle serves nothing plain by a kernel")
+
+
+def epilogue_cases(bundle):
+    """(family, m) of one kernel's entry for each epilogue, pair of dtypes and layouts that the bundle holds."""
+    from gemmcache.kernels.interface import operands_of
+    from tests.calls import can_be_called
+
+    found = {}
+    for family, dispatcher in sorted(bundle.dispatchers.items(), key=lambda item: (item[0].n, item[0].digest)):
+        for entry in dispatcher.table.entries:
+            if entry.kernel and entry.m >= 16 and can_be_called(family):
+                found.setdefault(operands_of(family), (family, entry.m))
+    return list(found.values())

@@ -70,12 +70,12 @@ def test_more_tuned_points_never_leave_an_m_without_an_entry(ladder, extra):
 
 def test_the_default_ladder():
     ladder = Ladder(DEFAULT_MS)
-    assert DEFAULT_MS == (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    assert all(ladder.locate(m)[1] == INSIDE for m in range(1, 33))
+    assert DEFAULT_MS == (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 256, 512, 1024, 2048, 4096, 8192)
+    assert all(ladder.locate(m)[1] == INSIDE for m in range(1, 129))
     between = [m for m in range(1, 8193) if ladder.locate(m)[1] == BETWEEN]
-    assert between[:2] == [33, 34]
-    assert {49, 64, 113, 128, 8177, 8192}.isdisjoint(between)
-    assert {48, 112, 8176} <= set(between)
+    assert between[:2] == [129, 130]
+    assert {241, 256, 8177, 8192}.isdisjoint(between)
+    assert {240, 8176} <= set(between)
     assert all(ladder.locate(m)[1] in (INSIDE, BETWEEN) for m in range(1, 8193))
     assert ladder.locate(8193) == (None, ABOVE)
 
@@ -120,7 +120,7 @@ def test_bounds_that_are_no_ladder(bounds):
     [
         ("7", (7,)),
         ("4,1,2,2", (1, 2, 4)),
-        ("1..8192", DEFAULT_MS),
+        ("1..8192", tuple(1 << i for i in range(14))),
         ("3..20", (3, 4, 8, 16, 20)),
         ("5..5", (5,)),
         ("1..4, 100", (1, 2, 4, 100)),

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmcache import codec
+from gemmcache.epilogue import Epilogue
 from gemmcache.errors import IntegrityError, UsageError
 from gemmcache.ladder import DEFAULT_MS
-from gemmcache.models.interface import PARALLEL, Layer, Workload
+from gemmcache.models.interface import EPILOGUES, PARALLEL, Layer, Workload
 from gemmcache.models.traffic import Traffic
 from gemmcache.problem import ProblemFamily
 
@@ -28,6 +29,7 @@ _layers = st.builds(
     family=_families,
     count=st.integers(1, 1000),
     parallel=st.sampled_from(PARALLEL),
+    proposed=st.sampled_from([None, Epilogue(), Epilogue(bias=True), Epilogue(activation="silu", residual=True)]),
 )
 _histograms = st.dictionaries(st.integers(1, 20000), st.integers(1, 50), min_size=1, max_size=8)
 
@@ -38,7 +40,8 @@ def workloads(draw: st.DrawFn) -> Workload:
     traffic = Traffic()
     for layer in draw(st.lists(st.sampled_from(layers), max_size=3)):
         traffic.add(layer.family, draw(_histograms))
-    return Workload(draw(st.text(max_size=10)), layers, traffic.shares())
+    notes = tuple(draw(st.lists(st.text(max_size=20), max_size=2)))
+    return Workload(draw(st.text(max_size=10)), layers, traffic.shares(), notes)
 
 
 @given(workloads())
@@ -54,6 +57,38 @@ def test_weights_add_up_to_counts(workload: Workload) -> None:
     weights = workload.problems()
     for family, count in workload.families().items():
         assert sum(w for p, w in weights.items() if p.family == family) == pytest.approx(count)
+
+
+@given(workloads(), st.sampled_from(EPILOGUES))
+@settings(max_examples=50)
+def test_every_choice_of_epilogues_counts_each_layer_in_full(workload: Workload, choice: str) -> None:
+    chosen = workload.with_epilogues(choice)
+    expected: dict[ProblemFamily, int] = {}
+    for layer in workload.layers:
+        families = {"none": [layer.family], "model": [layer.fused().family]}
+        both = list(dict.fromkeys(families["none"] + families["model"]))
+        for family in {**families, "both": both}[choice]:
+            expected[family] = expected.get(family, 0) + layer.count
+            assert family.epilogue in (layer.family.epilogue, layer.proposed)
+    assert chosen.families() == expected
+    assert (chosen.name, chosen.m_weights, chosen.notes) == (workload.name, workload.m_weights, workload.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"notes": [1]}, "must hold text"),
+        ({"notes": "text"}, "notes"),
+        ({"layers": [{"proposed": "tanh"}]}, "'proposed'"),
+        ({"layers": [{"proposed": 1}]}, "'proposed'"),
+    ],
+)
+def test_bad_notes_and_proposals_are_refused(change: dict[str, object], message: str) -> None:
+    value = Workload("w", (Layer("a", FAMILY, proposed=Epilogue(bias=True)),), notes=("note",)).to_value()
+    layer = value["layers"][0]
+    value.update({name: [{**layer, **found[0]}] if name == "layers" else found for name, found in change.items()})
+    with pytest.raises(IntegrityError, match=message):
+        Workload.from_value(value)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +111,7 @@ def test_a_bad_histogram_is_refused(change: dict[str, object], message: str) -> 
 
 
 def test_unknown_traffic_is_equal() -> None:
-    workload = Workload("w", (Layer("a", FAMILY, count=14),))
+    workload = Workload("w", (Layer("a", FAMILY, count=len(DEFAULT_MS)),))
     assert workload.shares(FAMILY) is None
     assert workload.problems() == {FAMILY.at(m): 1.0 for m in DEFAULT_MS}
 

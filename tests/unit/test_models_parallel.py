@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmcache.errors import UsageError
+from gemmcache.models.after import After
 from gemmcache.models.fusion import fuse
 from gemmcache.models.gemms import Gemm
 from gemmcache.models.interface import COLUMN, REPLICATED, ROW
@@ -133,3 +134,40 @@ def test_fuse_leaves_cross_attention_and_other_directions() -> None:
     assert _fused(cross) == [(g.path, 8) for g in cross]
     mixed = [(Gemm(f"a.{name}", 8, 4), REPLICATED if name == "k_proj" else COLUMN) for name in names]
     assert fuse(mixed) == mixed
+
+
+GATE, UP = After("silu", times="m.up_proj"), After()
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "after"),
+    [
+        (GATE, UP, After(gate="silu")),
+        # The gate is the other half, another layer's, or not the only reader.
+        (UP, After("silu", times="m.gate_proj"), After()),
+        (After("silu", times="n.up_proj"), UP, After()),
+        (GATE, After("silu"), After()),
+        (After("silu"), UP, After()),
+        (After("silu"), After("silu"), After("silu")),
+        (After(), After(), After()),
+    ],
+)
+def test_what_comes_after_a_merged_weight(gate: After, up: After, after: After) -> None:
+    members = [Gemm("m.gate_proj", 8, 4, after=gate), Gemm("m.up_proj", 8, 4, after=up)]
+    ((merged, _),) = fuse([(gemm, COLUMN) for gemm in members])
+    assert (merged.path, merged.after) == ("m.gate_up_proj", after)
+
+
+@pytest.mark.parametrize(
+    ("path", "expert"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj", True),
+        ("model.layers.0.mlp.experts.3.w1", True),
+        ("experts.w1", True),
+        ("model.layers.0.mlp.shared_experts.gate_proj", False),
+        ("model.layers.0.mlp.shared_expert.gate_proj", False),
+        ("model.layers.0.mlp.gate", False),
+    ],
+)
+def test_experts_by_their_path(path: str, expert: bool) -> None:
+    assert Gemm(path, 8, 8).is_expert is expert

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from gemmcache.bundle.interface import KERNEL, LIBRARY, TUNED, DispatchTable, Entry
 from gemmcache.errors import DeviceError, MissError, UsageError
 from gemmcache.problem import ProblemFamily
+from gemmcache.runtime import linear as runtime_linear
 from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.dispatch import Dispatcher
 from gemmcache.runtime.linear import Linear
@@ -180,7 +182,7 @@ def test_the_short_way_is_taken_counted_and_guarded(monkeypatch):
     linear, counters, kernel = linear_of()
     x, w = data(4, K), data(N, K)
     first = linear(x, w)
-    monkeypatch.setattr(linear, "_serve", lambda *a: pytest.fail("the long way was taken"))
+    monkeypatch.setattr(linear, "_decision", lambda *a: pytest.fail("the long way was taken"))
     assert torch.equal(linear(x, w), first)
     assert torch.equal(linear(x.clone(), torch.nn.Parameter(w, requires_grad=False)), first)
     assert kernel.calls == 3
@@ -191,9 +193,59 @@ def test_entries_of_the_library_take_the_short_way_too(monkeypatch):
     linear, counters, _ = linear_of()
     x, w = data(8, K), data(N, K)
     first = linear(x, w)
-    monkeypatch.setattr(linear, "_serve", lambda *a: pytest.fail("the long way was taken"))
+    monkeypatch.setattr(linear, "_decision", lambda *a: pytest.fail("the long way was taken"))
     assert torch.equal(linear(x, w), first)
     assert counted(counters) == {"library": 2}
+
+
+def test_a_call_that_torch_refuses_is_counted_once_each_time():
+    mixed = replace(FAMILY, b_dtype="float32")
+    counters = Counters()
+    table = DispatchTable(mixed, (Entry(4, LIBRARY, TUNED, None, RECORD),))
+    linear = Linear({mixed: Dispatcher(table, {})}, counters, CpuDevices(), False)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="dtype"):
+            linear(data(4, K), torch.randn(N, K))
+    assert counted(counters) == {"library": 3}
+
+
+def test_a_kind_of_call_is_decided_once(monkeypatch):
+    linear, counters, kernel = linear_of()
+    x, w, bias, residual = data(2, 2, K), data(N, K), data(N), data(2, 2, N)
+    out = torch.empty_like(residual)
+    calls = ((x, w), (x, w, bias, "relu", residual), (x, w, bias, "relu", residual, out))
+    first = [linear(*call).clone() for call in calls]
+    monkeypatch.setattr(linear, "_decide", lambda *a: pytest.fail("the kind was seen before"))
+    for call, result in zip(calls, first, strict=True):
+        assert torch.equal(linear(*[t.clone() if isinstance(t, torch.Tensor) else t for t in call]), result)
+    assert counted(counters) == {"kernel": 6}
+    assert kernel.calls == 6
+
+
+def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr(runtime_linear, "_MOST_KINDS", 5)
+    linear, counters, _ = linear_of()
+    w = data(N, K)
+    for m in list(range(1, 70)) * 2:
+        x = data(m, K)
+        torch.testing.assert_close(linear(x, w).float(), expected(x, w), rtol=2e-2, atol=2e-2)
+        assert len(linear._decisions) <= 5
+    assert counters.snapshot()["calls"] == 2 * 69
+
+
+def test_pointers_are_looked_at_in_every_call():
+    """Where tensors lie is no part of their kind."""
+    linear, counters, _ = linear_of()
+    x, w, bias, residual = data(4, K), data(N, K), data(N + 1), data(4 * N + 1)
+    flat = data(4 * K + 1)
+    aligned = (x, w, bias[:N], "relu", residual[: 4 * N].view(4, N))
+    linear(*aligned)
+    assert counted(counters) == {"kernel": 1}
+    shifted = ((flat[1:].view(4, K), *aligned[1:]), (x, w, bias[1:], *aligned[3:]))
+    for x_, w_, bias_, activation, residual_ in (*shifted, (*aligned[:4], residual[1:].view(4, N))):
+        want = torch.relu(expected(x_, w_) + bias_.float()) + residual_.float()
+        torch.testing.assert_close(linear(x_, w_, bias_, activation, residual_).float(), want, rtol=2e-2, atol=5e-2)
+    assert counted(counters) == {"kernel": 1, "fallback_alignment": 3}
 
 
 def test_what_closes_the_short_way():
@@ -380,8 +432,21 @@ def test_after_a_fork_kernels_are_a_clear_error_and_the_library_still_serves():
         {"bias": data(1, N)},
         {"residual": data(4, N + 1)},
         {"out": data(5, N)},
-        {"out": data(4, N).float()},
+        {"out": data(4, N).float(), "out_dtype": torch.bfloat16},
         {"activation": "swish"},
+        {"activation": ["relu"]},
+        {"activation": "relu", "gate": "swiglu"},
+        {"gate": "glu"},
+        {"gate": "swiglu", "residual": data(4, N)},
+        {"gate": "swiglu", "out": data(4, N)},
+        {"gate": "swiglu", "w": data(N + 1, K)},
+        {"out_dtype": "bfloat16"},
+        {"bias": [0.0] * N},
+        {"x": [[0.0] * K]},
+        {"x": data(2, 4, K), "w": data(3, N, K)},
+        {"x": data(2, 2, 4, K), "w": data(2, N, K)},
+        {"x": data(4, K), "w": data(4, N, K)},
+        {"x": torch.tensor(1.0)},
     ],
 )
 def test_what_does_not_fit_is_a_usage_error(arguments):

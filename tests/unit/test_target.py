@@ -37,6 +37,9 @@ from gemmcache.target import (
         ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 1g.18gb"),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"),
         ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"),
+        ("NVIDIA GeForce RTX 5090", "NVIDIA GeForce RTX 5090"),
+        ("NVIDIA GeForce RTX 5090 D", "NVIDIA GeForce RTX 5090 D"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA GeForce RTX 5090 Laptop GPU"),
         ("", ""),
     ],
 )
@@ -46,7 +49,14 @@ def test_product_of(name, product):
 
 @pytest.mark.parametrize(
     ("capability", "arch"),
-    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 1), "sm_121a")],
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((12, 0), "sm_120a"),
+        ((12, 1), "sm_121a"),
+    ],
 )
 def test_arch_of_and_back(capability, arch):
     assert arch_of(capability) == arch

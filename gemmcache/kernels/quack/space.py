@@ -1,60 +1,64 @@
-"""The configuration space on sm_90a, wider than the one that quack's own tuner searches.
+"""The configuration space for an arch, dtypes and epilogue; on sm_90a wider than what quack's own tuner searches.
 
-Tiles are the kernel's own M x N x K; K is 64 or 128 elements of 16 bits. `swap_ab` computes `out.T = b @ a.T`: M runs
+Tiles are the kernel's own M x N x K; K is 128 or 256 bytes of operands. `swap_ab` computes `out.T = b @ a.T`: M runs
 over the rows of the weight and N over the tokens, so that a small m fills a tile of 16 columns instead of 64 rows.
-`invalid` states every rule with its reason; the space is all that it lets through.
+The space is all that `rules.invalid` lets through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
+from gemmcache import dtypes
 from gemmcache.kernels.interface import Config
+from gemmcache.kernels.quack import rules
+from gemmcache.problem import ProblemFamily
 
 FAMILY = "quack"
 
+#: Tokens of a swapped tile. Rows that a tile has and m lacks are not free: see docs/measurements.md.
+_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)
 #: (M, N) of cooperative tiles: all warp groups on one tile.
 _COOPERATIVE = (
-    *((m, n) for m in (64, 128) for n in (16, 32, 64, 96, 128)),
+    *((m, n) for m in (64, 128) for n in _TOKENS),
     (128, 192), (128, 256), (256, 64), (256, 96), (256, 128), (256, 160), (256, 192), (192, 160), (320, 160),
 )  # fmt: skip
 #: (M, N) of pingpong tiles: two warp groups take turns.
 _PINGPONG = (
-    *((64, n) for n in (16, 32, 64, 96, 128, 256)),
-    *((128, n) for n in (16, 32, 64, 96, 128, 160, 192, 208)),
+    *((64, n) for n in (*_TOKENS, 192, 256)),
+    *((128, n) for n in (*_TOKENS, 160, 192, 208)),
     (192, 128),
 )
 _CLUSTERS = ((1, 1), (2, 1), (1, 2))
+_CLUSTERS_100 = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
-def invalid(tile: tuple[int, int, int], cluster: tuple[int, int], pingpong: bool, swap_ab: bool) -> str | None:
-    """Why a combination is not in the space, None if it is. Rules of the kernel class come first, then those that
-    only keep out what can't win."""
-    m, n, k = tile
-    stage_bytes = (m + n) * k * 2
-    rules = (
-        (pingpong and n > {64: 256, 128: 208, 192: 128}.get(m, 0), "the accumulators of a pingpong tile spill"),
-        (not pingpong and m == 320 and n > 160, "the accumulators of a tile of 320 rows spill"),
-        (n % 16 != 0 or (m in (192, 320) and not pingpong and n % 32 != 0), "N is no multiple of the instruction's"),
-        (cluster[0] * cluster[1] > 4, "clusters of more than 4"),
-        (3 * stage_bytes > 200_000, "fewer than three stages fit into shared memory"),
-        (k == 128 and not swap_ab, "a deep K only pays for the small tiles of few tokens"),
-        (not swap_ab and m * n < 128 * 128, "small tiles are for few tokens, which want a swap of operands"),
-        (swap_ab and n > 128, "as good without a swap, the order of tiles being chosen at run time"),
-        (swap_ab and cluster == (1, 2), "few tokens make no two tiles along N"),
-        (cluster != (1, 1) and m * n < 64 * 64, "multicast does not pay for small tiles"),
-    )
-    return next((reason for applies, reason in rules if applies), None)
+def space(family: ProblemFamily, arch: str) -> tuple[Config, ...]:
+    """Every valid config for `family` on `arch`, simplest first; none if the rules exclude it."""
+    if rules.excluded(family, arch) is not None:
+        return ()
+    return _space(arch, dtypes.SIZES[family.a_dtype], bool(family.epilogue.gate))
 
 
-def sm90() -> Iterator[Config]:
-    """Every valid config, simplest first: no swap, no cluster, shallow K."""
+@lru_cache(maxsize=16)
+def _space(arch: str, element_bytes: int, gate: bool) -> tuple[Config, ...]:
+    if arch == "sm_90a":
+        return tuple(_sm90(element_bytes, gate))
+    return tuple(_sm100(gate) if arch == "sm_100a" else _sm120(gate))
+
+
+def _sm90(element_bytes: int, gate: bool) -> Iterator[Config]:
+    """Simplest first: no swap, no cluster, shallow K."""
     for swap_ab in (False, True):
         for cluster in _CLUSTERS:
-            for k in (64, 128):
+            for k in (128 // element_bytes, 256 // element_bytes):
                 for pingpong, tiles in ((False, _COOPERATIVE), (True, _PINGPONG)):
                     for m, n in tiles:
-                        if invalid((m, n, k), cluster, pingpong, swap_ab) is None:
+                        reason = rules.invalid(
+                            (m, n, k), cluster, pingpong, swap_ab, element_bytes=element_bytes, gate=gate
+                        )
+                        if reason is None:
                             yield Config.of(
                                 FAMILY,
                                 kernel="sm90",
@@ -66,4 +70,35 @@ def sm90() -> Iterator[Config]:
                             )
 
 
-SPACES = {"sm_90a": sm90}
+def _sm100(gate: bool) -> Iterator[Config]:
+    """Tiles are M x N, K the class's own; `dynamic` takes tiles by cluster launch control as SMs get free."""
+    for swap_ab in (False, True):
+        for dynamic in (False, True):
+            for cluster in _CLUSTERS_100:
+                for tile in ((m, n) for m in (128, 256) for n in (16, 32, 64, 128, 192, 256)):
+                    if rules.invalid_sm100(tile, cluster, swap_ab, gate) is None:
+                        yield Config.of(
+                            FAMILY,
+                            kernel="sm100",
+                            tile=tile,
+                            cluster=cluster,
+                            dynamic=dynamic,
+                            swap_ab=swap_ab,
+                            max_swizzle=8,
+                        )
+
+
+def _sm120(gate: bool) -> Iterator[Config]:
+    for swap_ab in (False, True):
+        for pingpong in (False, True):
+            for tile in ((128, 128), (128, 64), (64, 128), (128, 160), (128, 192)):
+                if rules.invalid_sm120(tile, pingpong, swap_ab, gate) is None:
+                    yield Config.of(
+                        FAMILY,
+                        kernel="sm120",
+                        tile=tile,
+                        cluster=(1, 1),
+                        pingpong=pingpong,
+                        swap_ab=swap_ab,
+                        max_swizzle=8,
+                    )

@@ -1,0 +1,1 @@
+"""What developers and GPU machines run; no part of the package."""
