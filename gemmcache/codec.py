@@ -61,32 +61,38 @@ def _canonical(value: object, floats: bool, depth: int) -> Value:
 _LOOKED_INTO = frozenset((dict, list, float))
 
 
-def _flaw(value: list[Value] | dict[str, Value], floats: bool, depth: int) -> str | None:
+def _flaw(root: list[Value] | dict[str, Value], floats: bool) -> str | None:
     """Why a container that was decoded is not canonical, None if encoding it again will tell the rest.
 
     `_canonical` says the same, but copies and sorts everything, which dominates the loading of a bundle.
     """
-    # Like _canonical, which counts what is in a container as a level of its own.
-    if depth >= MAX_DEPTH and value:
-        return f"value is nested deeper than {MAX_DEPTH} levels"
-    items: Iterable[Value] = value
-    if isinstance(value, dict):
-        if set(map(type, value)) - {str}:
-            return "a map key is not a string"
-        keys = list(value)
-        if keys != sorted(keys):
-            return "map keys are not in canonical form: they are unsorted"
-        items = value.values()
-    if not _LOOKED_INTO.intersection(map(type, items)):
-        return None
-    for item in items:
-        kind = type(item)
-        if kind is dict or kind is list:
-            found = _flaw(item, floats, depth + 1)
-            if found is not None:
-                return found
-        elif kind is float and not (floats and math.isfinite(item)):
-            return f"the float {item!r} can't be stored here"
+    level: list[Value] = [root]
+    in_order: set[tuple[str, ...]] = set()  # the maps of a list have the same keys, nearly always
+    for depth in range(MAX_DEPTH + 1):
+        below: list[Value] = []
+        for container in level:
+            # Like _canonical, which counts what is in a container as a level of its own.
+            if depth == MAX_DEPTH and container:
+                return f"value is nested deeper than {MAX_DEPTH} levels"
+            items: Iterable[Value] = container
+            if type(container) is dict:
+                keys = tuple(container)
+                if keys not in in_order:
+                    if set(map(type, keys)) - {str}:
+                        return "a map key is not a string"
+                    if list(keys) != sorted(keys):
+                        return "map keys are not in canonical form: they are unsorted"
+                    in_order.add(keys)
+                items = container.values()
+            if _LOOKED_INTO.isdisjoint(map(type, items)):
+                continue
+            for item in items:
+                kind = type(item)
+                if kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not (floats and math.isfinite(item)):
+                    return f"the float {item!r} can't be stored here"
+        level = below
     return None
 
 
@@ -131,20 +137,21 @@ def decode(
         return container
 
     try:
+        # An item takes a byte at least, so that most data can't hold too many.
+        hooks = {"object_hook": count, "list_hook": count} if len(data) > max_total else {}
         value = msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
             use_list=True,
-            object_hook=count,
-            list_hook=count,
+            **hooks,
             max_array_len=min(len(data), MAX_ITEMS),
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises ValueError, TypeError, its own and more
         raise IntegrityError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
     # A scalar alone is looked at in a list of its own.
-    flaw = _flaw(value if isinstance(value, (dict, list)) else [value], floats, 0)
+    flaw = _flaw(value if isinstance(value, (dict, list)) else [value], floats)
     if flaw is not None:
         raise IntegrityError(f"{what} is not canonical: {flaw}")
     if msgpack.packb(value, use_bin_type=True) != data:

@@ -77,7 +77,7 @@ def compile_kernels(
     """Objects by kernel digest, and the errors of those that did not compile.
 
     `jobs` processes at most, one a CPU by default. A kernel whose compilation kills its process is found by
-    compiling what the broken pool left behind one at a time.
+    compiling those that the broken pool had under way one at a time.
     """
     objects: dict[str, bytes] = {}
     errors: dict[str, GemmcacheError] = {}
@@ -102,7 +102,7 @@ def compile_kernels(
         if progress:
             progress(digest, False)
 
-    if missing:
+    while missing:
         workers = max(1, min(jobs or os.cpu_count() or 1, len(missing)))
         try:
             with _pool(workers) as pool:
@@ -117,8 +117,11 @@ def compile_kernels(
                         future.cancel()
                     raise
         except BrokenProcessPool:
-            for digest in [d for d in missing if d not in objects and d not in errors]:
+            # Kernels are taken in order, and one more than there are workers is handed out: the culprit is among these.
+            suspects = [d for d in missing if d not in objects and d not in errors][: workers + 1]
+            for digest in suspects:
                 _compile_alone(digest, missing[digest], done, errors)
+        missing = {d: s for d, s in missing.items() if d not in objects and d not in errors}
     return objects, errors
 
 

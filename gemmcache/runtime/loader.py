@@ -19,6 +19,7 @@ from gemmcache.policy import Facts, Judgement, Verdict, judge
 from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.devices import CudaDevices
 from gemmcache.runtime.dispatch import Dispatcher, bind_kernels
+from gemmcache.runtime.early import EarlyCopy, begin_copy
 from gemmcache.runtime.linear import Linear
 from gemmcache.runtime.native import begin_loading_runtime_library, load_module
 from gemmcache.target import detect_host, detect_target
@@ -53,14 +54,20 @@ def load(
         raise UsageError(f"on_stale is '{on_stale}'", remedy="'serve' or 'raise'")
     strict = os.environ.get(STRICT, "") not in ("", "0")
     with contextlib.closing(BundleReader.open(path, early=begin_loading_runtime_library)) as reader:
-        facts = detect_facts(device)
-        part, judgement = choose_part(reader.manifest.parts, facts)
-        if judgement.verdict is Verdict.STALE:
-            text = f"bundle {Path(path).name} is stale: " + "; ".join(map(str, judgement.differences))
-            if strict or on_stale == "raise":
-                raise StaleError(text, remedy=judgement.differences[0].remedy)
-            warnings.warn(text, StaleBundleWarning, stacklevel=2)
-        return Bundle(reader, part, judgement, device=device, raise_on_miss=strict or on_miss == "raise")
+        early = begin_copy(reader)
+        try:
+            facts = detect_facts(device)
+            part, judgement = choose_part(reader.manifest.parts, facts)
+            if judgement.verdict is Verdict.STALE:
+                text = f"bundle {Path(path).name} is stale: " + "; ".join(map(str, judgement.differences))
+                if strict or on_stale == "raise":
+                    raise StaleError(text, remedy=judgement.differences[0].remedy)
+                warnings.warn(text, StaleBundleWarning, stacklevel=2)
+            raise_on_miss = strict or on_miss == "raise"
+            return Bundle(reader, part, judgement, device=device, raise_on_miss=raise_on_miss, early=early)
+        finally:
+            if early is not None:
+                early.discard()
 
 
 def detect_facts(device: int | None = None) -> Facts:
@@ -74,10 +81,20 @@ def detect_facts(device: int | None = None) -> Facts:
     return Facts.of_target(
         target,
         host=detect_host(),
-        tvm_ffi=package_version("apache-tvm-ffi"),
+        tvm_ffi=_tvm_ffi_version(),
         driver=driver_version(),
         cuda_runtime=torch.version.cuda,
     )
+
+
+def _tvm_ffi_version() -> str | None:
+    """The version of tvm-ffi: the module, which the kernels need anyway, says it sooner than metadata."""
+    try:
+        import tvm_ffi
+    except ImportError:
+        return None
+    version = getattr(tvm_ffi, "__version__", None)
+    return version if isinstance(version, str) else package_version("apache-tvm-ffi")
 
 
 def part_facts(part: Part) -> Facts:
@@ -111,7 +128,14 @@ class Bundle:
     """A loaded bundle. Thread-safe; calls run on the current stream of their tensors' device."""
 
     def __init__(
-        self, reader: BundleReader, part: Part, judgement: Judgement, *, device: int | None, raise_on_miss: bool
+        self,
+        reader: BundleReader,
+        part: Part,
+        judgement: Judgement,
+        *,
+        device: int | None,
+        raise_on_miss: bool,
+        early: EarlyCopy | None = None,
     ) -> None:
         self.manifest = reader.manifest
         self.digest = reader.digest
@@ -125,7 +149,8 @@ class Bundle:
             if part.toolchain.cuda_major is None:
                 raise IntegrityError("the manifest does not say which CUDA major the kernels need")
             blob = part.blob
-            module = load_module(blob.digest, lambda: reader.load_blob_memfd(blob), part.toolchain.cuda_major)
+            copy = early.take if early is not None else lambda: reader.load_blob_memfd(blob)
+            module = load_module(blob.digest, copy, part.toolchain.cuda_major)
             kernels = bind_kernels(part, module.function)
         self._dispatchers = {t.family: Dispatcher(t, kernels) for t in part.tables}
         self._linear = Linear(self._dispatchers, self._counters, CudaDevices(part.target.capability), raise_on_miss)

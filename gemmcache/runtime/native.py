@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ def runtime_package(cuda_major: int) -> str:
 def find_runtime_library(cuda_major: int) -> Path:
     """Path of the DSL's runtime library. Raises `MissingPackageError` that names the package to install."""
     package = runtime_package(cuda_major)
+    if (path := _usual_path(cuda_major)) is not None:
+        return path
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
@@ -48,6 +51,16 @@ def find_runtime_library(cuda_major: int) -> Path:
     raise MissingPackageError(
         f"{LIBRARY} for CUDA {cuda_major} is not installed{found}", remedy=f"pip install {package}"
     )
+
+
+def _usual_path(cuda_major: int) -> Path | None:
+    """Where the package has always put the library: reading its list of files takes longer than all else here."""
+    found = find_spec("nvidia_cutlass_dsl")
+    for folder in (found and found.submodule_search_locations) or ():
+        path = Path(folder) / f"cu{cuda_major}" / "lib" / LIBRARY
+        if path.is_file():
+            return path
+    return None
 
 
 def _installed(package: str) -> bool:
@@ -121,6 +134,11 @@ class KernelModule:
         except (AttributeError, ValueError, RuntimeError) as error:
             raise ToolError(f"the kernels' shared object has no function '{name}'") from error
         return function
+
+
+def is_loaded(digest: str) -> bool:
+    """Whether this process has loaded the shared object with that sha256."""
+    return digest in _modules
 
 
 def load_module(digest: str, open_copy: Callable[[], int], cuda_major: int) -> KernelModule:

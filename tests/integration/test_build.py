@@ -50,7 +50,7 @@ def problems(tmp_path: Path, *items: dict[str, object]) -> Path:
 def test_every_problem_of_the_model_is_tuned_and_the_bundle_verifies(llama, capsys):
     (told,) = llama["targets"]
     assert told["target"]["product"] == "NVIDIA H200"
-    assert told["entries"] == 5 * 14
+    assert told["entries"] == 5 * 18
     assert told["predicted_entries"] == 0
     assert told["kernel_entries"] + told["library_entries"] == told["entries"]
     assert 0 < told["unique_kernels"] <= told["kernel_entries"]
@@ -89,7 +89,7 @@ def test_the_table_has_a_row_a_family_and_the_totals(llama, tmp_path, capsys):
     (told,) = llama["targets"]
     for family in ("4096x4096", "4096x14336", "6144x4096", "28672x4096", "128256x4096"):
         (line,) = (line for line in out.splitlines() if line.startswith(family + " "))
-        assert line.split()[2:5] == ["1" if family.startswith("128256") else "32", "1..8192", "14"]
+        assert line.split()[2:5] == ["1" if family.startswith("128256") else "32", "1..8192", "18"]
     assert f"{told['entries']} entries: {told['kernel_entries']} served by {told['unique_kernels']} unique" in out
     assert f"{told['library_entries']} by the library; 0 predicted" in out
     assert f"0 compiled, {told['unique_kernels']} from the object cache" in out

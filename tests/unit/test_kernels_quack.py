@@ -120,14 +120,16 @@ def test_each_exclusion_on_hopper_says_why(arguments, gate, reason):
 @pytest.mark.parametrize(
     ("reason", "found"),
     [
-        ("pair", rules.invalid_sm100((256, 128), (1, 1), False, False)),
-        ("both rows", rules.invalid_sm100((128, 64), (1, 1), True, True)),
-        ("half", rules.invalid_sm100((128, 80), (1, 1), False, True)),
-        ("few tokens", rules.invalid_sm100((128, 32), (1, 1), False, False)),
-        ("without a swap", rules.invalid_sm100((128, 192), (1, 1), True, False)),
-        ("two tiles", rules.invalid_sm100((128, 64), (1, 2), True, False)),
-        ("spill", rules.invalid_sm120((128, 192), True, False, False)),
-        ("verified", rules.invalid_sm120((128, 128), False, True, True)),
+        ("pair", rules.invalid_sm100((256, 128), (1, 1), False)),
+        ("both rows", rules.invalid_sm100((128, 64), (1, 1), True, gate=True)),
+        ("half", rules.invalid_sm100((128, 80), (1, 1), False, gate=True)),
+        ("few tokens", rules.invalid_sm100((128, 32), (1, 1), False)),
+        ("without a swap", rules.invalid_sm100((128, 192), (1, 1), True)),
+        ("two tiles", rules.invalid_sm100((128, 64), (1, 2), True)),
+        ("spill", rules.invalid_sm120((128, 192), True, False)),
+        ("verified", rules.invalid_sm120((128, 128), False, True, gate=True)),
+        ("8-bit", rules.invalid_sm120((128, 160), False, False, element_bytes=1)),
+        ("aborts", rules.invalid((320, 160, 64), (1, 1), False, False, b_layout="kn")),
     ],
 )
 def test_each_exclusion_on_blackwell_says_why(reason, found):

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import gemmcache
+from gemmcache.bundle import memory
 from gemmcache.bundle.interface import LIBRARY, PREDICTED, DispatchTable, Entry, Manifest, Part
+from gemmcache.bundle.reader import BundleReader
 from gemmcache.bundle.writer import publish
 from gemmcache.errors import (
     DeviceError,
@@ -27,8 +29,10 @@ from gemmcache.errors import (
 from gemmcache.policy import Facts
 from gemmcache.problem import ProblemFamily
 from gemmcache.runtime import loader, native
+from gemmcache.runtime.early import EarlyCopy, begin_copy
 from gemmcache.target import TARGETS, Host
 from tests.fakes import TOOLCHAIN
+from tests.strategies_bundle import published
 
 HOST = Host("x86_64", "x86-64-v3")
 PART = Part(
@@ -149,6 +153,7 @@ def test_a_missing_runtime_library_names_the_package(monkeypatch):
     def none(name):
         raise metadata.PackageNotFoundError(name)
 
+    monkeypatch.setattr(native, "_usual_path", lambda major: None)
     monkeypatch.setattr(native.metadata, "files", none)
     monkeypatch.setattr(native.metadata, "version", none)
     with pytest.raises(MissingPackageError, match="pip install nvidia-cutlass-dsl-libs-cu13") as caught:
@@ -157,6 +162,7 @@ def test_a_missing_runtime_library_names_the_package(monkeypatch):
 
 
 def test_a_runtime_library_of_another_cuda_major_is_named_too(monkeypatch):
+    monkeypatch.setattr(native, "_usual_path", lambda major: None)
     monkeypatch.setattr(native.metadata, "files", lambda name: [])
     monkeypatch.setattr(native, "_installed", lambda package: package.endswith("cu12"))
     with pytest.raises(MissingPackageError, match=r"libs-cu12.*pip install nvidia-cutlass-dsl-libs-cu13"):
@@ -189,14 +195,56 @@ def test_the_runtime_library_is_loaded_early_only_where_one_is_meant(monkeypatch
 def test_a_bundle_whose_runtime_library_is_missing_is_told_by_the_real_loading(monkeypatch):
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(native, "_installed", lambda package: False)
+    monkeypatch.setattr(native, "_usual_path", lambda major: None)
     monkeypatch.setattr(native.metadata, "files", lambda package: None)
     native.begin_loading_runtime_library(b"\xaacuda_major\x0d")
     with pytest.raises(MissingPackageError, match="cu13"):
         native.load_runtime_library(13)
 
 
-def test_the_installed_runtime_library_is_found():
-    assert native.find_runtime_library(13).name == "libcute_dsl_runtime.so"
+def test_the_installed_runtime_library_is_found(monkeypatch):
+    at_once = native.find_runtime_library(13)
+    assert at_once.name == "libcute_dsl_runtime.so"
+    monkeypatch.setattr(native, "_usual_path", lambda major: None)
+    assert native.find_runtime_library(13).samefile(at_once)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_copy_begun_early_is_the_takers_or_is_closed(tmp_path, damaged):
+    published(tmp_path / "b")
+    before = set(os.listdir("/proc/self/fd"))
+    with BundleReader.open(tmp_path / "b") as reader:
+        blob = reader.manifest.blobs[0]
+        if damaged:
+            path = tmp_path / "b" / "blobs" / blob.digest
+            path.write_bytes(bytes(blob.size))
+        unused, used = EarlyCopy(reader, blob), EarlyCopy(reader, blob)
+        unused.discard()
+        if damaged:
+            with pytest.raises(IntegrityError, match=blob.digest):
+                used.take()
+            used.discard()
+        else:
+            fd = used.take()
+            used.discard()
+            assert memory.digest_of(fd, blob.size) == blob.digest
+            os.close(fd)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_copy_is_begun_only_where_one_part_can_be_meant(tmp_path, monkeypatch):
+    published(tmp_path / "b")
+    with BundleReader.open(tmp_path / "b") as reader:
+        parts = reader.manifest.parts
+        assert begin_copy(reader) is None or len(parts) == 1
+        one = next(p for p in parts if p.blob)
+        object.__setattr__(reader.manifest, "parts", (one,))
+        copy = begin_copy(reader)
+        copy.discard()
+        monkeypatch.setattr(native, "_modules", {one.blob.digest: None})
+        assert begin_copy(reader) is None
+        object.__setattr__(reader.manifest, "parts", (one, one))
+        assert begin_copy(reader) is None
 
 
 def test_facts_of_a_part_cover_every_rule():

@@ -59,7 +59,7 @@ def divisibility_of(family: ProblemFamily) -> int:
     return max(16 // dtypes.SIZES[family.a_dtype], 16 if family.epilogue.gate else 8)
 
 
-def invalid_sm100(tile: tuple[int, int], cluster: tuple[int, int], swap_ab: bool, gate: bool) -> str | None:
+def invalid_sm100(tile: tuple[int, int], cluster: tuple[int, int], swap_ab: bool, *, gate: bool = False) -> str | None:
     """Why a combination is not in the space on sm_100a, None if it is. A tile of 256 rows is shared by two CTAs."""
     m, n = tile
     rules = (
@@ -73,11 +73,14 @@ def invalid_sm100(tile: tuple[int, int], cluster: tuple[int, int], swap_ab: bool
     return next((reason for applies, reason in rules if applies), None)
 
 
-def invalid_sm120(tile: tuple[int, int], pingpong: bool, swap_ab: bool, gate: bool) -> str | None:
+def invalid_sm120(
+    tile: tuple[int, int], pingpong: bool, swap_ab: bool, *, gate: bool = False, element_bytes: int = 2
+) -> str | None:
     """Why a combination is not in the space on sm_120a, None if it is. There are no clusters of more than one CTA."""
     rules = (
         (pingpong and tile == (128, 192), "the accumulators of a pingpong tile spill"),
         (gate and swap_ab, "not verified on a device: which rows a thread holds"),
+        (element_bytes == 1 and tile[1] > 128, "N of an 8-bit tile is 64 or 128"),
     )
     return next((reason for applies, reason in rules if applies), None)
 
@@ -90,6 +93,7 @@ def invalid(
     *,
     element_bytes: int = 2,
     gate: bool = False,
+    b_layout: str = "nk",
 ) -> str | None:
     """Why a combination is not in the space, None if it is. Rules of the kernel class come first, then those that
     only keep out what can't win."""
@@ -98,6 +102,7 @@ def invalid(
     accumulators = m * n // (warp_groups(m, n, pingpong) * 128)
     fp8 = element_bytes == 1
     deep = k * element_bytes > 128
+    splits_n = not pingpong and (m == 320 or (m == 192 and n > 128))
     rules = (
         (pingpong and n > {64: 256, 128: 208, 192: 128}.get(m, 0), "the accumulators of a pingpong tile spill"),
         (not pingpong and m == 320 and n > 160, "the accumulators of a tile of 320 rows spill"),
@@ -106,9 +111,10 @@ def invalid(
         (cluster[0] * cluster[1] > 4, "clusters of more than 4"),
         (3 * stage_bytes > 200_000, "fewer than three stages fit into shared memory"),
         (gate and not swap_ab and n % 32 != 0, "half a gated tile is no multiple of the instruction's N"),
+        (gate and not swap_ab and splits_n, "a gate's pair may lie in two warp groups"),
         (
-            gate and not swap_ab and m in (192, 320) and not pingpong,
-            "a gate's pair may lie in two warp groups",
+            b_layout == "kn" and not swap_ab and splits_n,
+            "two warp groups share contiguous columns: the compiler aborts",
         ),
         (deep and not swap_ab, "a deep K only pays for the small tiles of few tokens"),
         (not swap_ab and m * n < 128 * 128, "small tiles are for few tokens, which want a swap of operands"),

@@ -38,17 +38,17 @@ def space(family: ProblemFamily, arch: str) -> tuple[Config, ...]:
     """Every valid config for `family` on `arch`, simplest first; none if the rules exclude it."""
     if rules.excluded(family, arch) is not None:
         return ()
-    return _space(arch, dtypes.SIZES[family.a_dtype], bool(family.epilogue.gate))
+    return _space(arch, dtypes.SIZES[family.a_dtype], bool(family.epilogue.gate), family.b_layout)
 
 
 @lru_cache(maxsize=16)
-def _space(arch: str, element_bytes: int, gate: bool) -> tuple[Config, ...]:
+def _space(arch: str, element_bytes: int, gate: bool, b_layout: str) -> tuple[Config, ...]:
     if arch == "sm_90a":
-        return tuple(_sm90(element_bytes, gate))
-    return tuple(_sm100(gate) if arch == "sm_100a" else _sm120(gate))
+        return tuple(_sm90(element_bytes, gate, b_layout))
+    return tuple(_sm100(gate) if arch == "sm_100a" else _sm120(gate, element_bytes))
 
 
-def _sm90(element_bytes: int, gate: bool) -> Iterator[Config]:
+def _sm90(element_bytes: int, gate: bool, b_layout: str) -> Iterator[Config]:
     """Simplest first: no swap, no cluster, shallow K."""
     for swap_ab in (False, True):
         for cluster in _CLUSTERS:
@@ -56,7 +56,13 @@ def _sm90(element_bytes: int, gate: bool) -> Iterator[Config]:
                 for pingpong, tiles in ((False, _COOPERATIVE), (True, _PINGPONG)):
                     for m, n in tiles:
                         reason = rules.invalid(
-                            (m, n, k), cluster, pingpong, swap_ab, element_bytes=element_bytes, gate=gate
+                            (m, n, k),
+                            cluster,
+                            pingpong,
+                            swap_ab,
+                            element_bytes=element_bytes,
+                            gate=gate,
+                            b_layout=b_layout,
                         )
                         if reason is None:
                             yield Config.of(
@@ -76,7 +82,7 @@ def _sm100(gate: bool) -> Iterator[Config]:
         for dynamic in (False, True):
             for cluster in _CLUSTERS_100:
                 for tile in ((m, n) for m in (128, 256) for n in (16, 32, 64, 128, 192, 256)):
-                    if rules.invalid_sm100(tile, cluster, swap_ab, gate) is None:
+                    if rules.invalid_sm100(tile, cluster, swap_ab, gate=gate) is None:
                         yield Config.of(
                             FAMILY,
                             kernel="sm100",
@@ -88,11 +94,11 @@ def _sm100(gate: bool) -> Iterator[Config]:
                         )
 
 
-def _sm120(gate: bool) -> Iterator[Config]:
+def _sm120(gate: bool, element_bytes: int) -> Iterator[Config]:
     for swap_ab in (False, True):
         for pingpong in (False, True):
             for tile in ((128, 128), (128, 64), (64, 128), (128, 160), (128, 192)):
-                if rules.invalid_sm120(tile, pingpong, swap_ab, gate) is None:
+                if rules.invalid_sm120(tile, pingpong, swap_ab, gate=gate, element_bytes=element_bytes) is None:
                     yield Config.of(
                         FAMILY,
                         kernel="sm120",
