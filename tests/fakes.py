@@ -42,6 +42,8 @@ class FakeBench(ProblemBench):
         self.failing_later: tuple[str, ...] = ()
         self.sampled: list[str] = []
         self.checked: list[str] = []
+        #: Before which of the samples it rested.
+        self.rested: list[int] = []
 
     def prepare(self, key: str) -> None:
         self.on_prepare(key)
@@ -54,6 +56,9 @@ class FakeBench(ProblemBench):
             raise MeasurementError("the kernel refused its arguments")
         value = self.times[key]
         return value if isinstance(value, (int, float)) else next(value)
+
+    def rest(self, seconds: float) -> None:
+        self.rested.append(len(self.sampled))
 
     def error(self, key: str) -> float:
         self.checked.append(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from gemmcache.codec import Fields
@@ -16,12 +17,14 @@ _MAX_ITEMS = 100_000
 
 
 def workload_of_list(value: Any, name: str, where: str, dtype: str | None = None) -> Workload:
-    """The workload of `[{n, k, name?, dtype?, out?, epilogue?, count?, ms?}]` or `{name?, problems: [...]}`.
+    """The workload of `[{n, k, name?, dtype?, out?, epilogue?, a_layout?, b_layout?, count?, ms?}]` or
+    `{name?, problems: [...]}`.
 
     `n` and `k` are the weight's rows and columns; `dtype` (bfloat16 unless given), `out` (the same) and
-    `epilogue` (none) are as `ProblemFamily.of` reads them; `count` is per forward pass (1); `ms` (or `m`) is
-    a list, one number, or text like `1..8192`, every m with the same share. `dtype` given here overrides the
-    items'. Raises `UsageError` that names the item and the field for anything missing, malformed or unknown.
+    `epilogue` (none) are as `ProblemFamily.of` reads them, the layouts (mk, nk) as `ProblemFamily` does; `count`
+    is per forward pass (1); `ms` (or `m`) is a list, one number, or text like `1..8192`, every m with the same
+    share. `dtype` given here overrides the items'. Raises `UsageError` that names the item and the field for
+    anything missing, malformed or unknown.
     """
     if isinstance(value, dict):
         fields = Fields(value, where, kind=UsageError)
@@ -51,9 +54,11 @@ def _layer(fields: Fields, path: str, dtype: str | None) -> tuple[Layer, tuple[i
     k = fields.integer("k", low=1, high=MAX_DIM)
     own, out = fields.text("dtype", "bfloat16"), fields.opt_text("out")
     epilogue, count = fields.text("epilogue", "none"), fields.integer("count", 1, low=1, high=MAX_DIM)
+    a_layout, b_layout = fields.text("a_layout", "mk"), fields.text("b_layout", "nk")
     try:
         dtype_name(own)
         family = ProblemFamily.of(n, k, dtype or own, epilogue, out)
+        family = replace(family, a_layout=a_layout, b_layout=b_layout)
     except UsageError as error:
         raise UsageError(f"{fields.where}: {error.message}", remedy=error.remedy) from error
     return Layer(fields.text("name", path), family, count), _ms(fields)

@@ -20,8 +20,8 @@ KERNEL, LIBRARY = "kernel", "library"
 UNBOUNDED_ERROR = 1e9
 
 
-#: Fields that version 1 of the protocol did not have.
-_SINCE_2 = ("decision_rounds", "prune_milli")
+#: Fields of the protocol by the version that brought them.
+_SINCE = {2: ("decision_rounds", "prune_milli"), 3: ("calm_rounds", "pause_ms", "heavy_us")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,11 @@ class MeasurementPolicy:
     screening_rounds: int = 2
     final_rounds: int = 7
     decision_rounds: int = 9
+    #: The last of the decision's rounds, beside `decision_rounds`: each sample of a problem that takes the library
+    #: `heavy_us` or longer comes after a pause, so that not only a GPU at its power limit decides.
+    calm_rounds: int = 5
+    pause_ms: int = 25
+    heavy_us: int = 50
     #: Candidates whose estimate is more than this many thousandths of the smallest are not run; 0 runs all.
     prune_milli: int = 2100
     #: How many candidates of the screening go to the finals.
@@ -48,27 +53,28 @@ class MeasurementPolicy:
     #: Rounds of the bootstrap behind confidence intervals, and its seed.
     bootstrap: int = 400
     seed: int = 0
-    #: Version of the protocol in `gemmcache.tuning`. 1 ran all candidates, and finals decided.
-    version: int = 2
+    #: Version of the protocol in `gemmcache.tuning`. 1 ran all candidates, and finals decided; 2 had no calm rounds.
+    version: int = 3
 
     def __post_init__(self) -> None:
-        if self.version == 1:
-            for name in _SINCE_2:
-                object.__setattr__(self, name, 0)
+        for name in _later_than(self.version):
+            object.__setattr__(self, name, 0)
 
     def to_value(self) -> dict[str, codec.Value]:
-        value = asdict(self)
-        if self.version == 1:
-            value = {k: v for k, v in value.items() if k not in _SINCE_2}
-        return value
+        later = _later_than(self.version)
+        return {name: value for name, value in asdict(self).items() if name not in later}
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> MeasurementPolicy:
-        names = cls.__dataclass_fields__
-        old = dict.fromkeys(_SINCE_2, 0) if fields.integer("version") == 1 else {}
-        policy = cls(**{name: old[name] if name in old else fields.integer(name) for name in names})
+        later = _later_than(fields.integer("version"))
+        policy = cls(**{n: 0 if n in later else fields.integer(n) for n in cls.__dataclass_fields__})
         fields.done()
         return policy
+
+
+def _later_than(version: int) -> frozenset[str]:
+    """Fields that a version of the protocol did not have; they read as 0."""
+    return frozenset(name for since, names in _SINCE.items() if since > version for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -51,6 +52,10 @@ class ProblemBench(ABC):
     @abstractmethod
     def sample_us(self, key: str) -> float:
         """One timing: microseconds a launch, over inputs that rotate through more than the L2 cache."""
+
+    def rest(self, seconds: float) -> None:
+        """Leaves the device idle."""
+        time.sleep(seconds)
 
     @abstractmethod
     def error(self, key: str) -> float:

@@ -27,6 +27,7 @@ def search(
     """Screens all `candidates`; checks the numbers of the fastest until `policy.finalists` are right, and of the
     `incumbent` (a kernel digest) in any case; times these in interleaved rounds; then times the best of them, the
     incumbent and the library once more, in fresh rounds of their own: whoever won the finals was also lucky there.
+    The last of these rounds are calm ones, after pauses.
 
     Candidates that fail or compute wrong numbers are trials of the outcome as well. Raises `MeasurementError` if
     the library itself fails, `DeviceError` if the device is lost.
@@ -37,7 +38,7 @@ def search(
     race.qualify(incumbent)
     race.rounds([c.kernel for c in race.running], policy.final_rounds)
     contenders = race.contenders(incumbent)
-    baseline = race.rounds([LIBRARY_KEY, *(c.kernel for c in contenders)], policy.decision_rounds)[LIBRARY_KEY]
+    baseline = race.decide([LIBRARY_KEY, *(c.kernel for c in contenders)])
     running = {c.kernel for c in race.running}
     trials = [
         Trial(c.config, OK, tuple(race.samples[c.kernel]), race.errors[c.kernel])
@@ -126,9 +127,24 @@ class _Race:
         challenger = min((c for c in timed if pace[c.kernel] <= limit), key=lambda c: c.order)
         return [challenger, *(c for c in timed if c.kernel == incumbent and c is not challenger)]
 
-    def rounds(self, keys: Sequence[str], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
+    def decide(self, keys: Sequence[str]) -> list[float]:
+        """The library's samples of the deciding rounds, under load and then calm; those of the others are kept."""
+        loaded = self.rounds(keys, self.policy.decision_rounds)
+        if not self.policy.calm_rounds:
+            return loaded[LIBRARY_KEY]
+        heavy = median(loaded[LIBRARY_KEY]) >= self.policy.heavy_us
+        pause = self.policy.pause_ms / 1000 if heavy else 0.0
+        alive = [key for key in keys if loaded[key]]
+        calm = self.rounds(alive, self.policy.calm_rounds, pause_s=pause)
+        self.samples.update({key: loaded[key] + calm[key] for key in alive})
+        return self.samples[LIBRARY_KEY]
+
+    def rounds(
+        self, keys: Sequence[str], rounds: int, *, warm_up: bool = True, pause_s: float = 0.0
+    ) -> dict[str, list[float]]:
         """Interleaved samples of `keys`, which replace older ones. A round that is not counted goes before, where
-        what ran last may have left clocks and caches in another state; every round starts with another key.
+        what ran last may have left clocks and caches in another state; every round starts with another key. The
+        device rests for `pause_s` seconds before each sample.
         """
         taken: dict[str, list[float]] = {key: [] for key in keys}
         alive = list(keys)
@@ -137,6 +153,8 @@ class _Race:
             for key in alive[start:] + alive[:start]:
                 self.notify(key)
                 try:
+                    if pause_s:
+                        self.bench.rest(pause_s)
                     sample = self.bench.sample_us(key)
                 except MeasurementError as error:
                     if key == LIBRARY_KEY:

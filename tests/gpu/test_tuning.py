@@ -117,7 +117,7 @@ def test_a_deadly_candidate_costs_itself_and_a_wrong_one_loses():
         DEADLY.config: FAILED,
         UNWRITTEN.config: WRONG,
     }
-    assert len(outcome.baseline_us) == MeasurementPolicy().decision_rounds
+    assert len(outcome.baseline_us) == MeasurementPolicy().decision_rounds + MeasurementPolicy().calm_rounds
 
 
 def test_tune_then_build_then_serve(tmp_path, monkeypatch):

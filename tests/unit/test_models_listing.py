@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def test_defaults_and_all_fields(tmp_path: Path) -> None:
         "dtype": "fp16",
         "out": "fp32",
         "epilogue": "bias+silu",
+        "a_layout": "km",
+        "b_layout": "kn",
         "count": 3,
     }
     workload = _load(tmp_path, [ITEM, {**full, "ms": [4, 1]}])
@@ -38,7 +41,8 @@ def test_defaults_and_all_fields(tmp_path: Path) -> None:
     first, second = workload.layers
     assert (first.path, first.count, first.family) == ("problems[0]", 1, ProblemFamily.of(64, 32))
     assert (second.path, second.count) == ("up", 3)
-    assert second.family == ProblemFamily.of(128, 32, "fp16", "bias+silu", "fp32")
+    plain = ProblemFamily.of(128, 32, "fp16", "bias+silu", "fp32")
+    assert second.family == replace(plain, a_layout="km", b_layout="kn")
     assert workload.ms(first.family) == DEFAULT_MS
     assert workload.ms(second.family) == (1, 4)
     assert workload.problems()[second.family.at(4)] == 1.5

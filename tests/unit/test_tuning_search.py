@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from gemmcache.tuning.search import search
 from tests.fakes import POLICY, FakeBench, candidate
 
 CANDIDATES = [candidate(i) for i in range(12)]
+DECISION = POLICY.decision_rounds + POLICY.calm_rounds
 
 
 def times(**extra):
@@ -30,8 +32,8 @@ def test_the_best_of_the_screening_are_timed_again():
     assert [t.config for t in finals] == [c.config for c in CANDIDATES[: POLICY.finalists]]
     assert outcome.contenders == (CANDIDATES[0].config,)
     # The challenger's samples are those of the decision, paired with the library's.
-    assert [len(t.samples_us) for t in finals] == [POLICY.decision_rounds] + [POLICY.final_rounds] * 7
-    assert len(outcome.baseline_us) == POLICY.decision_rounds
+    assert [len(t.samples_us) for t in finals] == [DECISION] + [POLICY.final_rounds] * 7
+    assert len(outcome.baseline_us) == DECISION
     assert outcome.screened == len(CANDIDATES)
 
 
@@ -44,8 +46,25 @@ def test_rounds_are_interleaved_warmed_up_and_no_one_always_follows_the_same_nei
     assert all(sorted(r) == sorted(rounds[0]) for r in rounds)
     assert len({r[0] for r in rounds}) == min(size, POLICY.final_rounds + 1)
     decision = bench.sampled[screened + len(finals) :]
-    assert len(decision) == 2 * (POLICY.decision_rounds + 1)
+    assert len(decision) == 2 * (POLICY.decision_rounds + 1 + POLICY.calm_rounds + 1)
     assert set(decision) == {LIBRARY_KEY, CANDIDATES[0].kernel}
+
+
+def test_a_long_problem_has_calm_rounds_with_a_rest_before_each_sample():
+    slow = {key: 10 * us for key, us in times().items()}
+    bench = FakeBench(slow)
+    search(bench, CANDIDATES, POLICY)
+    # Two kinds of samples, and a round that is not counted.
+    assert bench.rested == list(range(len(bench.sampled)))[-2 * (POLICY.calm_rounds + 1) :]
+    bench = FakeBench(times())
+    search(bench, CANDIDATES, POLICY)
+    assert bench.rested == []
+
+
+def test_a_policy_without_calm_rounds_ends_with_the_loaded_ones():
+    bench = FakeBench(times())
+    outcome = search(bench, CANDIDATES, replace(POLICY, calm_rounds=0))
+    assert len(outcome.baseline_us) == POLICY.decision_rounds
 
 
 def test_the_hopeless_are_not_screened_again():
@@ -69,7 +88,7 @@ def test_the_incumbent_is_in_the_decision_however_it_did_in_the_screening():
     incumbent = CANDIDATES[11]
     outcome = search(FakeBench(times()), CANDIDATES, POLICY, incumbent=incumbent.kernel)
     assert outcome.contenders == (CANDIDATES[0].config, incumbent.config)
-    assert len(by_config(outcome)[incumbent.config].samples_us) == POLICY.decision_rounds
+    assert len(by_config(outcome)[incumbent.config].samples_us) == DECISION
 
 
 def test_of_tied_finalists_the_simplest_is_the_challenger():
@@ -130,10 +149,10 @@ def test_the_library_failing_is_an_error():
 
 
 def test_no_candidates_still_times_the_library():
-    outcome = search(FakeBench(times()), [], MeasurementPolicy(decision_rounds=5))
+    outcome = search(FakeBench(times()), [], MeasurementPolicy(decision_rounds=5, calm_rounds=2))
     assert outcome.trials == ()
     assert outcome.contenders == ()
-    assert len(outcome.baseline_us) == 5
+    assert len(outcome.baseline_us) == 7
 
 
 def test_every_run_is_announced_before_it_happens():

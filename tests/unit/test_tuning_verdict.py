@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from gemmcache.problem import ProblemFamily
 from gemmcache.records.interface import FLAGGED, KERNEL, LIBRARY, OK, Trial
 from gemmcache.tuning.interface import Outcome
 from gemmcache.tuning.samples import flaws, floor_us, ratio_interval
-from gemmcache.tuning.verdict import conclude
+from gemmcache.tuning.verdict import choose, conclude
 from tests.fakes import ENVIRONMENT, H200, POLICY, candidate
 
 PROBLEM = ProblemFamily.of(4096, 4096).at(16)
@@ -45,6 +46,21 @@ def test_clear_winner_is_chosen_and_ranked_first():
     assert record.choice == KERNEL
     assert [t.config for t in record.trials] == [CONFIGS[1], CONFIGS[0], CONFIGS[2]]
     assert record.speedup == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(("calm_us", "choice"), [(10.9, KERNEL), (11.1, LIBRARY)])
+def test_who_wins_under_load_and_loses_in_calm_goes_to_the_library(calm_us, choice):
+    rounds, calm = 20, POLICY.calm_rounds
+    record = record_of([around(10, rounds=rounds) + around(calm_us, rounds=calm)], around(11, rounds=rounds + calm))
+    assert record.choice == choice
+
+
+def test_a_policy_without_calm_rounds_does_not_look_for_them():
+    samples = around(10, rounds=20) + around(11.1, rounds=5)
+    trials = (Trial(CONFIGS[0], OK, samples, 0.001),)
+    policy = replace(POLICY, version=2)
+    assert policy.calm_rounds == 0
+    assert choose(trials, (CONFIGS[0],), around(11, rounds=25), policy) == CONFIGS[0]
 
 
 def test_slower_than_library_is_a_library_win_with_its_trials_kept():
