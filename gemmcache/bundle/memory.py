@@ -7,9 +7,10 @@ import fcntl
 import hashlib
 import mmap
 import os
+import queue
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from gemmcache.bundle import fs
 from gemmcache.errors import StorageError
@@ -17,8 +18,8 @@ from gemmcache.errors import StorageError
 #: Not in the `os` module of every supported Python. A library can be loaded all the same: the loader maps it
 #: and does not ask for the permission to execute.
 _MFD_NOEXEC_SEAL = 0x8
-#: Threads that hash one file at most: each costs its start.
-_HASHERS = 4
+#: Threads that hash one file at most: more than this many outrun memory.
+_HASHERS = 8
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
@@ -65,70 +66,86 @@ def hashed_copy_of_file(source: int, size: int, piece: int | None = None) -> tup
     What has been copied is hashed while the kernel copies the rest, pieces beside each other. A file that is shorter
     counts as ending in zeros.
     """
+    ends = list(range(piece, size, piece)) if piece else []
+    ends.append(size)
     fd = _memfd()
-    copied: Iterable[int]
     if fd is None:
-        fd, copied = _unlinked_copy(fs.chunks(source, size)), (size,)
-        seal = False
-    else:
-        copied, seal = _copying(source, fd, size), True
+        fd = _unlinked_copy(fs.chunks(source, size))
+        try:
+            return fd, _hashed(fd, size, ends, lambda: None)
+        except BaseException:
+            os.close(fd)
+            raise
     try:
-        if seal:
-            os.ftruncate(fd, size)
-        digests = _hashed(fd, size, copied, piece)
-        if seal:
-            _seal(fd)
+        os.ftruncate(fd, size)
+        copying = _Copying(source, fd, size)
+        digests = _hashed(fd, size, ends, copying.next)
+        _seal(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd, digests
 
 
-def _copying(source: int, fd: int, size: int) -> Iterator[int]:
-    """Copies to a memfd, and tells how much is there. What the file lacks was zero before."""
-    offset = 0
-    while offset < size:
-        moved = os.sendfile(fd, source, offset, min(fs.CHUNK, size - offset))
-        if not moved:
-            break
-        offset += moved
-        yield offset
-    if offset < size:
-        yield size
+class _Copying:
+    """Copies a file to a memfd, some of it at each call of `next`."""
+
+    def __init__(self, source: int, fd: int, size: int) -> None:
+        self.source, self.fd, self.size, self.offset = source, fd, size, 0
+
+    def next(self) -> int | None:
+        """How much has been copied; None at the end of the file or of what is wanted."""
+        if self.offset == self.size:
+            return None
+        moved = os.sendfile(self.fd, self.source, self.offset, min(fs.CHUNK, self.size - self.offset))
+        self.offset += moved
+        return self.offset if moved else None
 
 
-def _hashed(fd: int, size: int, copied: Iterable[int], piece: int | None) -> tuple[str, ...]:
-    """sha256 of the pieces of `fd`, or of all of it, by threads as soon as `copied` says that they are there."""
+def _hashed(fd: int, size: int, ends: Sequence[int], more: Callable[[], int | None]) -> tuple[str, ...]:
+    """sha256 of the stretches of `fd` that end at `ends`, each by a thread as soon as `more` says it is there."""
     if not size:
         return (hashlib.sha256().hexdigest(),)
-    pieces = -(-size // piece) if piece else 1
-    totals = [hashlib.sha256() for _ in range(pieces)]
-    # All of it is hashed by one thread, in the order in which it comes.
-    workers = min(pieces, os.cpu_count() or 1, _HASHERS)
+    starts = (0, *ends[:-1])
+    workers = max(1, min(len(ends), os.cpu_count() or 1, _HASHERS))
     # A private mapping: a shared one, even for reading, would keep a memfd from being sealed.
     with (
         mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as view,
         memoryview(view) as content,
         ThreadPoolExecutor(workers, thread_name_prefix="gemmcache-hash") as pool,
     ):
+        waiting = [_Stretch(content, start, end) for start, end in zip(starts, ends, strict=True)]
+        begun: list[Future[str]] = []
+        try:
+            while (there := more()) is not None:
+                while len(begun) < len(waiting) and waiting[len(begun)].start < there:
+                    begun.append(pool.submit(waiting[len(begun)].digest))
+                for stretch in waiting:
+                    stretch.there.put(there)
+        finally:
+            for stretch in waiting:
+                stretch.there.put(size)
+        begun += [pool.submit(stretch.digest) for stretch in waiting[len(begun) :]]
+        return tuple(future.result() for future in begun)
 
-        def update(index: int, start: int, end: int) -> None:
-            with content[start:end] as part:
-                totals[index].update(part)
 
-        begun = []
-        done = 0
-        for there in copied:
-            if piece is None:
-                begun.append(pool.submit(update, 0, done, there))
+class _Stretch:
+    """Bytes that are hashed as they come."""
+
+    def __init__(self, content: memoryview, start: int, end: int) -> None:
+        self.content, self.start, self.end = content, start, end
+        self.there: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def digest(self) -> str:
+        total = hashlib.sha256()
+        done = self.start
+        while done < self.end:
+            there = min(self.there.get(), self.end)
+            if there > done:
+                with self.content[done:there] as piece:
+                    total.update(piece)
                 done = there
-                continue
-            while done < size and (there == size or done + piece <= there):
-                begun.append(pool.submit(update, done // piece, done, min(done + piece, size)))
-                done += piece
-        for future in begun:
-            future.result()
-    return tuple(total.hexdigest() for total in totals)
+        return total.hexdigest()
 
 
 def _seal(fd: int) -> None:

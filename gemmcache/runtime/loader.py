@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +53,7 @@ def load(
     if on_stale not in ("serve", "raise"):
         raise UsageError(f"on_stale is '{on_stale}'", remedy="'serve' or 'raise'")
     strict = os.environ.get(STRICT, "") not in ("", "0")
-    with _without_gc(), contextlib.closing(BundleReader.open(path, early=begin_loading_runtime_library)) as reader:
+    with contextlib.closing(BundleReader.open(path, early=begin_loading_runtime_library)) as reader:
         early = begin_copy(reader)
         try:
             facts = detect_facts(device)
@@ -70,19 +68,6 @@ def load(
         finally:
             if early is not None:
                 early.discard()
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Keeps the garbage collector out: a manifest makes thousands of objects, none of them garbage, and looking through
-    them costs a quarter of a load."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def detect_facts(device: int | None = None) -> Facts:

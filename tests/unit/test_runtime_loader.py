@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -231,17 +230,6 @@ def test_a_copy_begun_early_is_the_takers_or_is_closed(tmp_path, damaged):
             assert memory.digest_of(fd, blob.size) == blob.digest
             os.close(fd)
     assert set(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_as_it_was_after_a_load(tmp_path, enabled):
-    (gc.enable if enabled else gc.disable)()
-    try:
-        with pytest.raises(UsageError):
-            gemmcache.load(tmp_path / "nothing")
-        assert gc.isenabled() is enabled
-    finally:
-        gc.enable()
 
 
 def test_a_copy_is_begun_only_where_one_part_can_be_meant(tmp_path, monkeypatch):
