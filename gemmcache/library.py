@@ -194,7 +194,7 @@ def _scaled_product(
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, dtype=torch.float32, device=a.device)
 
-    given = [_packed(scale.to(torch.float32)) for scale in scales]
+    given = [scale.to(torch.float32) for scale in scales]
     if epilogue.scale is None:
         given = [ones(1, 1), ones(1, 1)]
     elif epilogue.scale == "row":
@@ -203,12 +203,6 @@ def _scaled_product(
         given = [ones(a.shape[0], 1), *given]
     scale_a, scale_b = given
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=out_dtype, out=out)
-
-
-def _packed(scale: Tensor) -> Tensor:
-    """`scale` without gaps and aligned to 16 bytes, which torch's scaled product takes for granted."""
-    packed = scale.contiguous()
-    return packed.clone() if packed.data_ptr() % 16 else packed
 
 
 def _fuses_activation(*operands: Tensor) -> bool:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from gemmcache.bundle.interface import (
     KERNEL,
     LIBRARY,
-    PIECE_BYTES,
     PREDICTED,
     TUNED,
     Blob,
@@ -96,7 +95,7 @@ def part(target: Target, tables: Sequence[DispatchTable], kernels: Sequence[Kern
         toolchain=TOOLCHAIN,
         driver="580.159.03",
         cuda_runtime="13.0",
-        blob=Blob.of(blob) if blob else None,
+        blob=Blob(digest_of(blob), len(blob)) if blob else None,
         kernels=tuple(sorted(kernels, key=lambda k: k.digest)),
         tables=tuple(sorted(tables, key=lambda t: t.family.digest)),
     )
@@ -178,26 +177,19 @@ def parts(draw: st.DrawFn) -> Part:
         toolchain=toolchain,
         driver=draw(versions),
         cuda_runtime=draw(versions),
-        blob=draw(_blobs()) if kernels else None,
+        blob=Blob(draw(_digests), draw(st.integers(1, 1 << 30))) if kernels else None,
         kernels=tuple(kernels[d] for d in sorted(kernels)),
         tables=tuple(sorted(found, key=lambda t: t.family.digest)),
     )
 
 
 @st.composite
-def _blobs(draw: st.DrawFn) -> Blob:
-    """Any blob, with the digests of its pieces or without."""
-    if draw(st.booleans()):
-        return Blob(draw(_digests), draw(st.integers(1, 1 << 30)))
-    pieces = draw(st.lists(_digests, min_size=1, max_size=3))
-    last = draw(st.integers(1, PIECE_BYTES))
-    return Blob(draw(_digests), (len(pieces) - 1) * PIECE_BYTES + last, tuple(pieces))
-
-
-@st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """Any valid manifest; blobs are named, not made."""
     some = draw(st.lists(parts(), min_size=1, max_size=2, unique_by=lambda p: (p.target, p.host)))
-    blobs: dict[str, Blob] = {}
-    some = [replace(p, blob=blobs.setdefault(p.blob.digest, p.blob)) if p.blob else p for p in some]
+    sizes: dict[str, int] = {}
+    some = [
+        replace(p, blob=replace(p.blob, size=sizes.setdefault(p.blob.digest, p.blob.size))) if p.blob else p
+        for p in some
+    ]
     return Manifest(draw(texts), draw(st.integers(1, (1 << 53) - 1)), draw(texts), tuple(some))

@@ -14,6 +14,7 @@ from gemmcache.build.plan import TargetPlan
 from gemmcache.bundle.interface import Blob, Kernel, Manifest, Part
 from gemmcache.bundle.reader import BundleReader
 from gemmcache.bundle.writer import check_destination, publish
+from gemmcache.codec import bytes_digest
 from gemmcache.environment import Toolchain
 from gemmcache.errors import CompileError
 from gemmcache.kernels.interface import KernelSpec
@@ -73,7 +74,7 @@ def build(
         blob = None
         if plan.specs:
             data = link({d: objects[d] for d in plan.specs})
-            blob = Blob.of(data)
+            blob = Blob(bytes_digest(data), len(data))
             blobs[blob.digest] = data
         parts.append(
             Part(

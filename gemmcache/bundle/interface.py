@@ -19,11 +19,10 @@ from gemmcache.problem import ProblemFamily
 from gemmcache.target import Host, Target
 
 FORMAT = "gemmcache-bundle"
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 0
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BLOB_BYTES = 1 << 30
-PIECE_BYTES = 1 << 19
 MAX_PARTS = 64
 MAX_KERNELS = 1 << 14
 MAX_TABLES = 1 << 14
@@ -38,42 +37,17 @@ TUNED, PREDICTED = "tuned", "predicted"
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A file of the bundle, named by the sha256 of its bytes. `size` in bytes.
-
-    `pieces` are the sha256 of each `PIECE_BYTES` of it in turn, so that a loader can check them beside each other; none
-    in a bundle of format 1.0.
-    """
+    """A file of the bundle, named by the sha256 of its bytes. `size` in bytes."""
 
     digest: str
     size: int
-    pieces: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, data: bytes) -> Blob:
-        """The blob with these bytes."""
-        view = memoryview(data)
-        pieces = (view[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES))
-        return cls(codec.bytes_digest(data), len(data), tuple(map(codec.bytes_digest, pieces)))
-
-    @property
-    def content(self) -> str:
-        """What was checked of loaded bytes: equal for blobs whose loading checks the same."""
-        return codec.digest("pieces", list(self.pieces)) if self.pieces else self.digest
 
     def to_value(self) -> dict[str, codec.Value]:
-        return {"digest": self.digest, "size": self.size, "pieces": list(self.pieces) or None}
+        return {"digest": self.digest, "size": self.size}
 
     @classmethod
-    def from_fields(cls, fields: codec.Fields, minor: int) -> Blob:
-        if minor >= 1:
-            _given(fields, "pieces")
-        size = fields.integer("size", low=1, high=MAX_BLOB_BYTES)
-        pieces: list[Any] = []
-        if fields.raw("pieces", None) is not None:
-            pieces = fields.items("pieces", most=MAX_BLOB_BYTES // PIECE_BYTES)
-            if len(pieces) != -(-size // PIECE_BYTES) or not all(map(codec.is_digest, pieces)):
-                raise fields.fail("pieces", f"must be a digest for each {PIECE_BYTES} bytes")
-        return cls(fields.digest("digest"), size, tuple(pieces))
+    def from_fields(cls, fields: codec.Fields) -> Blob:
+        return cls(fields.digest("digest"), fields.integer("size", low=1, high=MAX_BLOB_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +259,7 @@ class Part:
         }
 
     @classmethod
-    def from_fields(cls, fields: codec.Fields, minor: int = MINOR) -> Part:
+    def from_fields(cls, fields: codec.Fields) -> Part:
         _given(fields, "driver", "cuda_runtime")
         part = cls(
             target=Target.from_fields(fields.sub("target")),
@@ -293,7 +267,7 @@ class Part:
             toolchain=Toolchain.from_fields(fields.sub("toolchain")),
             driver=fields.opt_text("driver"),
             cuda_runtime=fields.opt_text("cuda_runtime"),
-            blob=None if fields.raw("blob") is None else Blob.from_fields(fields.sub("blob"), minor),
+            blob=None if fields.raw("blob") is None else Blob.from_fields(fields.sub("blob")),
             kernels=Kernel.all_of(fields, "kernels"),
             tables=tuple(DispatchTable.from_fields(f) for f in fields.subs("tables", most=MAX_TABLES)),
         )
@@ -376,13 +350,13 @@ class Manifest:
                 f"the bundle has format version {major}, this gemmcache reads {MAJOR}",
                 remedy="upgrade gemmcache" if major > MAJOR else "build the bundle again",
             )
-        minor = fields.integer("minor")
+        fields.integer("minor")
         try:
             manifest = cls(
                 name=fields.text("name"),
                 version=fields.integer("version", low=1, high=MAX_VERSION),
                 generator=fields.text("generator"),
-                parts=tuple(Part.from_fields(f, minor) for f in fields.subs("parts", most=MAX_PARTS)),
+                parts=tuple(Part.from_fields(f) for f in fields.subs("parts", most=MAX_PARTS)),
             )
         except UsageError as error:
             raise IntegrityError(f"manifest: {error.message}") from error

@@ -9,8 +9,8 @@ import mmap
 import os
 import queue
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Iterable
 
 from gemmcache.bundle import fs
 from gemmcache.errors import StorageError
@@ -18,8 +18,6 @@ from gemmcache.errors import StorageError
 #: Not in the `os` module of every supported Python. A library can be loaded all the same: the loader maps it
 #: and does not ask for the permission to execute.
 _MFD_NOEXEC_SEAL = 0x8
-#: Threads that hash one file at most: more than this many outrun memory.
-_HASHERS = 8
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
@@ -59,93 +57,61 @@ def sealed_copy(pieces: Iterable[bytes], size: int) -> int:
     return fd
 
 
-def hashed_copy_of_file(source: int, size: int, piece: int | None = None) -> tuple[int, tuple[str, ...]]:
-    """`sealed_copy` of the first `size` bytes of the file behind `source`, and the sha256 of each `piece` bytes of the
-    copy (of all of them at once if not given) as 64 hex digits.
+def hashed_copy_of_file(source: int, size: int) -> tuple[int, str]:
+    """`sealed_copy` of the first `size` bytes of the file behind `source`, and the sha256 of the copy as 64 hex digits.
 
-    What has been copied is hashed while the kernel copies the rest, pieces beside each other. A file that is shorter
-    counts as ending in zeros.
+    What has been copied is hashed while the kernel copies the rest. A file that is shorter counts as ending in zeros.
     """
-    ends = list(range(piece, size, piece)) if piece else []
-    ends.append(size)
     fd = _memfd()
     if fd is None:
         fd = _unlinked_copy(fs.chunks(source, size))
         try:
-            return fd, _hashed(fd, size, ends, lambda: None)
+            return fd, digest_of(fd, size)
         except BaseException:
             os.close(fd)
             raise
     try:
         os.ftruncate(fd, size)
-        copying = _Copying(source, fd, size)
-        digests = _hashed(fd, size, ends, copying.next)
+        digest = _copy_and_hash(source, fd, size)
         _seal(fd)
     except BaseException:
         os.close(fd)
         raise
-    return fd, digests
+    return fd, digest
 
 
-class _Copying:
-    """Copies a file to a memfd, some of it at each call of `next`."""
-
-    def __init__(self, source: int, fd: int, size: int) -> None:
-        self.source, self.fd, self.size, self.offset = source, fd, size, 0
-
-    def next(self) -> int | None:
-        """How much has been copied; None at the end of the file or of what is wanted."""
-        if self.offset == self.size:
-            return None
-        moved = os.sendfile(self.fd, self.source, self.offset, min(fs.CHUNK, self.size - self.offset))
-        self.offset += moved
-        return self.offset if moved else None
-
-
-def _hashed(fd: int, size: int, ends: Sequence[int], more: Callable[[], int | None]) -> tuple[str, ...]:
-    """sha256 of the stretches of `fd` that end at `ends`, each by a thread as soon as `more` says it is there."""
+def _copy_and_hash(source: int, fd: int, size: int) -> str:
+    """Copies `size` bytes to the memfd `fd`, from which another thread hashes them as they come in."""
+    total = hashlib.sha256()
     if not size:
-        return (hashlib.sha256().hexdigest(),)
-    starts = (0, *ends[:-1])
-    workers = max(1, min(len(ends), os.cpu_count() or 1, _HASHERS))
-    # A private mapping: a shared one, even for reading, would keep a memfd from being sealed.
-    with (
-        mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as view,
-        memoryview(view) as content,
-        ThreadPoolExecutor(workers, thread_name_prefix="gemmcache-hash") as pool,
-    ):
-        waiting = [_Stretch(content, start, end) for start, end in zip(starts, ends, strict=True)]
-        begun: list[Future[str]] = []
-        try:
-            while (there := more()) is not None:
-                while len(begun) < len(waiting) and waiting[len(begun)].start < there:
-                    begun.append(pool.submit(waiting[len(begun)].digest))
-                for stretch in waiting:
-                    stretch.there.put(there)
-        finally:
-            for stretch in waiting:
-                stretch.there.put(size)
-        begun += [pool.submit(stretch.digest) for stretch in waiting[len(begun) :]]
-        return tuple(future.result() for future in begun)
-
-
-class _Stretch:
-    """Bytes that are hashed as they come."""
-
-    def __init__(self, content: memoryview, start: int, end: int) -> None:
-        self.content, self.start, self.end = content, start, end
-        self.there: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def digest(self) -> str:
-        total = hashlib.sha256()
-        done = self.start
-        while done < self.end:
-            there = min(self.there.get(), self.end)
-            if there > done:
-                with self.content[done:there] as piece:
-                    total.update(piece)
-                done = there
         return total.hexdigest()
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # A private mapping: a shared one, even for reading, would keep the memfd from being sealed.
+    with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as view, memoryview(view) as content:
+
+        def hash_pieces() -> None:
+            start = 0
+            while start < size:
+                end = ends.get()
+                with content[start:end] as piece:
+                    total.update(piece)
+                start = end
+
+        hasher = threading.Thread(target=hash_pieces, name="gemmcache-hash", daemon=True)
+        hasher.start()
+        offset = 0
+        try:
+            while offset < size:
+                moved = os.sendfile(fd, source, offset, min(fs.CHUNK, size - offset))
+                if not moved:
+                    break
+                offset += moved
+                ends.put(offset)
+        finally:
+            if offset < size:
+                ends.put(size)
+            hasher.join()
+    return total.hexdigest()
 
 
 def _seal(fd: int) -> None:

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from gemmcache import codec
 from gemmcache.bundle import fs, layout, memory
-from gemmcache.bundle.interface import MAX_MANIFEST_BYTES, PIECE_BYTES, Blob, Manifest
+from gemmcache.bundle.interface import MAX_MANIFEST_BYTES, Blob, Manifest
 from gemmcache.errors import IntegrityError, UsageError
 
 #: Openings before a folder is given up whose manifest is replaced during each of them.
@@ -130,9 +130,8 @@ class BundleReader:
         Raises as `read_blob`; then nothing stays open.
         """
         with fs.storage_errors(f"can't copy blob {blob.digest} of {self.path}"):
-            piece = PIECE_BYTES if blob.pieces else None
-            fd, digests = memory.hashed_copy_of_file(self._descriptor(blob), blob.size, piece)
-        if digests != (blob.pieces or (blob.digest,)):
+            fd, digest = memory.hashed_copy_of_file(self._descriptor(blob), blob.size)
+        if digest != blob.digest:
             os.close(fd)
             raise _damaged(self.path, blob)
         return fd

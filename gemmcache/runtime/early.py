@@ -35,4 +35,4 @@ def begin_copy(reader: BundleReader) -> EarlyCopy | None:
     """Begins copying the blob of the bundle's only part; None if there are several to choose from, or no need."""
     parts = reader.manifest.parts
     blob = parts[0].blob if len(parts) == 1 else None
-    return None if blob is None or is_loaded(blob.content) else EarlyCopy(reader, blob)
+    return None if blob is None or is_loaded(blob.digest) else EarlyCopy(reader, blob)

@@ -150,7 +150,7 @@ class Bundle:
                 raise IntegrityError("the manifest does not say which CUDA major the kernels need")
             blob = part.blob
             copy = early.take if early is not None else lambda: reader.load_blob_memfd(blob)
-            module = load_module(blob.content, copy, part.toolchain.cuda_major)
+            module = load_module(blob.digest, copy, part.toolchain.cuda_major)
             kernels = bind_kernels(part, module.function)
         self._dispatchers = {t.family: Dispatcher(t, kernels) for t in part.tables}
         self._linear = Linear(self._dispatchers, self._counters, CudaDevices(part.target.capability), raise_on_miss)

@@ -137,12 +137,12 @@ class KernelModule:
 
 
 def is_loaded(digest: str) -> bool:
-    """Whether this process has loaded the shared object that `digest` names."""
+    """Whether this process has loaded the shared object with that sha256."""
     return digest in _modules
 
 
 def load_module(digest: str, open_copy: Callable[[], int], cuda_major: int) -> KernelModule:
-    """The shared object that `digest` names, loaded once a process and never unloaded: launches may be in flight and
+    """The shared object with that sha256, loaded once a process and never unloaded: launches may be in flight and
     captured graphs may hold its kernels. `open_copy` gives a sealed descriptor of its checked bytes, if it is needed.
 
     Loading through the descriptor runs the very bytes that were hashed, and works on mounts without exec. Raises

@@ -103,7 +103,7 @@ def test_the_manifest_is_canonical_and_names_itself(told, manifest):
     assert hashlib.sha256(data).hexdigest() == told["digest"]
     assert manifest.encode() == data
     assert list(value) == sorted(["format", "major", "minor", "name", "version", "generator", "parts"])
-    assert (value["format"], value["major"], value["minor"]) == ("gemmcache-bundle", 1, 1)
+    assert (value["format"], value["major"], value["minor"]) == ("gemmcache-bundle", 1, 0)
     assert (value["name"], value["version"], value["generator"]) == ("four", 1, f"gemmcache {__version__}")
     assert len(value["parts"]) == len(NAMES)
     assert verify(told["bundle"]).problems == ()

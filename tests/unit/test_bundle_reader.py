@@ -11,15 +11,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gemmcache.bundle import fs, layout, memory
-from gemmcache.bundle.interface import PIECE_BYTES, Blob
+from gemmcache.bundle.interface import Blob
 from gemmcache.bundle.reader import BundleReader
-from gemmcache.bundle.writer import publish
 from gemmcache.errors import IntegrityError, StorageError, UsageError
 from tests.strategies_bundle import bundle, digest_of, published
 
@@ -63,16 +61,14 @@ def test_a_blob_loads_from_a_sealed_memfd(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, fs.CHUNK - 1, fs.CHUNK, fs.CHUNK + 1, 3 * fs.CHUNK + 5])
-@pytest.mark.parametrize("piece", [None, PIECE_BYTES, 3 * fs.CHUNK, 700_001])
-def test_a_copy_and_its_digests_agree_at_every_size(tmp_path: Path, size: int, piece: int | None) -> None:
+def test_a_copy_and_its_digest_agree_at_every_size(tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     (tmp_path / "file").write_bytes(data + b"beyond")
     with open(tmp_path / "file", "rb") as file:
-        fd, digests = memory.hashed_copy_of_file(file.fileno(), size, piece)
+        fd, digest = memory.hashed_copy_of_file(file.fileno(), size)
     try:
         assert os.pread(fd, size + 1, 0) == data
-        cut = [data[i : i + piece] for i in range(0, size, piece)] if piece else [data]
-        assert digests == tuple(map(digest_of, cut or [b""]))
+        assert digest == digest_of(data) == memory.digest_of(fd, size)
         if hasattr(fcntl, "F_GET_SEALS"):
             with pytest.raises(PermissionError):
                 os.pwrite(fd, b"x", 0)
@@ -136,31 +132,6 @@ def test_the_bytes_that_are_loaded_are_the_bytes_that_are_hashed(folder: Path, m
         with pytest.raises(IntegrityError, match=blob.digest):
             reader.load_blob_memfd(blob)
         assert open_descriptors() == before
-
-
-@pytest.mark.parametrize("pieces", [True, False])
-def test_each_byte_of_a_blob_of_several_pieces_is_checked(tmp_path: Path, pieces: bool) -> None:
-    data = os.urandom(2 * PIECE_BYTES + 77)
-    manifest, _ = bundle()
-    blob = Blob.of(data) if pieces else Blob(digest_of(data), len(data))
-    parts = tuple(replace(p, blob=blob) if p.blob else p for p in manifest.parts)
-    publish(tmp_path / "b", replace(manifest, parts=parts), {blob.digest: data})
-    path = tmp_path / "b" / "blobs" / blob.digest
-    with BundleReader.open(tmp_path / "b") as reader:
-        assert reader.manifest.blobs == (blob,)
-        fd = reader.load_blob_memfd(blob)
-        assert os.pread(fd, len(data) + 1, 0) == data
-        os.close(fd)
-    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 76):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with BundleReader.open(tmp_path / "b") as reader, pytest.raises(IntegrityError, match=blob.digest):
-            reader.load_blob_memfd(blob)
-
-
-def test_blobs_that_differ_in_their_pieces_are_not_taken_for_each_other() -> None:
-    blob = Blob.of(bytes(PIECE_BYTES + 1))
-    others = [replace(blob, pieces=()), replace(blob, pieces=blob.pieces[::-1])]
-    assert len({b.content for b in (blob, *others)}) == 3
 
 
 def test_a_blob_that_grows_is_not_read_beyond_its_size(folder: Path) -> None:
