@@ -7,10 +7,9 @@ import fcntl
 import hashlib
 import mmap
 import os
-import queue
 import tempfile
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from gemmcache.bundle import fs
 from gemmcache.errors import StorageError
@@ -18,6 +17,8 @@ from gemmcache.errors import StorageError
 #: Not in the `os` module of every supported Python. A library can be loaded all the same: the loader maps it
 #: and does not ask for the permission to execute.
 _MFD_NOEXEC_SEAL = 0x8
+#: Bytes that are hashed while they are written: what a copy holds in memory beside itself.
+PIECE = 16 << 20
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
@@ -60,58 +61,19 @@ def sealed_copy(pieces: Iterable[bytes], size: int) -> int:
 def hashed_copy_of_file(source: int, size: int) -> tuple[int, str]:
     """`sealed_copy` of the first `size` bytes of the file behind `source`, and the sha256 of the copy as 64 hex digits.
 
-    What has been copied is hashed while the kernel copies the rest. A file that is shorter counts as ending in zeros.
+    The file is read once, piece by piece: a thread hashes a piece while it is written to the copy.
     """
-    fd = _memfd()
-    if fd is None:
-        fd = _unlinked_copy(fs.chunks(source, size))
-        try:
-            return fd, digest_of(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-    try:
-        os.ftruncate(fd, size)
-        digest = _copy_and_hash(source, fd, size)
-        _seal(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, digest
-
-
-def _copy_and_hash(source: int, fd: int, size: int) -> str:
-    """Copies `size` bytes to the memfd `fd`, from which another thread hashes them as they come in."""
     total = hashlib.sha256()
-    if not size:
-        return total.hexdigest()
-    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
-    # A private mapping: a shared one, even for reading, would keep the memfd from being sealed.
-    with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as view, memoryview(view) as content:
+    with ThreadPoolExecutor(1, thread_name_prefix="gemmcache-hash") as pool:
 
-        def hash_pieces() -> None:
-            start = 0
-            while start < size:
-                end = ends.get()
-                with content[start:end] as piece:
-                    total.update(piece)
-                start = end
+        def hashed() -> Iterator[bytes]:
+            for piece in fs.chunks(source, size, PIECE):
+                begun = pool.submit(total.update, piece)
+                yield piece
+                begun.result()
 
-        hasher = threading.Thread(target=hash_pieces, name="gemmcache-hash", daemon=True)
-        hasher.start()
-        offset = 0
-        try:
-            while offset < size:
-                moved = os.sendfile(fd, source, offset, min(fs.CHUNK, size - offset))
-                if not moved:
-                    break
-                offset += moved
-                ends.put(offset)
-        finally:
-            if offset < size:
-                ends.put(size)
-            hasher.join()
-    return total.hexdigest()
+        fd = sealed_copy(hashed(), size)
+    return fd, total.hexdigest()
 
 
 def _seal(fd: int) -> None:
