@@ -1,20 +1,24 @@
-"""What serves a problem that has no tuning record: its nearest tuned neighbour's choice, else the cost models'."""
+"""What serves a problem that has no tuning record: the vote of its tuned neighbours, else the cost models'."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import log2
+from math import exp, log, log2
 
 from gemmcache.kernels.interface import Config, KernelFamily
-from gemmcache.problem import Problem
-from gemmcache.records.interface import TuningRecord
+from gemmcache.problem import Problem, ProblemFamily
+from gemmcache.records.interface import OK, TuningRecord
 from gemmcache.target import Target
 
-#: How far, in powers of two, a neighbour's m, n and k may be from the problem's.
-_REACH_M, _REACH_NK = 1.0, 2.0
+# Chosen by the regret over the shipped H200 records, each predicted without its own family; see docs/measurements.md.
+#: How far, in powers of two, a neighbour's m, n and k may be from the problem's, and how many are asked.
+_REACH_M, _REACH_NK, _ASKED = 1.0, 2.0, 6
 #: A factor of two in m changes the best config more than one in n or k.
-_WEIGHT_M = 3.0
+_WEIGHT_M = 6.0
+#: What a config gains over the library, as a logarithm: it was not among a neighbour's recorded trials if it gains less
+#: than they by this much; and to be preferred to the library it must gain this much.
+_UNSEEN, _NEEDED = 0.08, 0.02
 
 
 class Predictor:
@@ -22,43 +26,54 @@ class Predictor:
 
     def __init__(self, records: Iterable[TuningRecord], families: Mapping[str, KernelFamily], target: Target) -> None:
         self.families, self.target = families, target
-        self._records = [r for r in records if r.environment.target.key == target.key]
+        self._records: dict[ProblemFamily, list[TuningRecord]] = {}
+        for record in records:
+            if record.environment.target.key == target.key:
+                self._records.setdefault(_kind(record.problem.family), []).append(record)
 
     def predict(self, problem: Problem) -> Config | None:
         """The config expected to serve `problem` best, None for the library (also if nothing computes it).
 
-        A tuned neighbour with the same dtypes, layouts and epilogue within a factor of two in m and of four in n and
-        k decides; without one the config of the smallest estimate does.
+        The nearest tuned problems with the same dtypes, layouts and epilogue, within a factor of two in m and of four in
+        n and k, vote by what each config gained over the library there. Without any the config of the smallest
+        estimate is taken.
         """
-        neighbour = self._nearest(problem)
-        if neighbour is not None:
-            if neighbour.winner is None:
-                return None
-            config = neighbour.winner.config
-            if config in self._configs(config.kernel_family, problem):
-                return config
-        return cheapest(problem, self.target, self.families)
+        neighbours = self._nearest(problem)
+        if not neighbours:
+            return cheapest(problem, self.target, self.families)
+        gains = [(weight, _gains(record)) for weight, record in neighbours]
+        told = [(weight, found, min(found.values()) - _UNSEEN) for weight, found in gains if found]
+        valid = {c for name in self.families for c in self.families[name].configs(problem.family, self.target)}
+        total = sum(weight for weight, _, _ in told)
+        best: tuple[float, str, Config] | None = None
+        for config in {c for _, found, _ in told for c in found} & valid:
+            gain = sum(weight * found.get(config, unseen) for weight, found, unseen in told) / total
+            vote = (-gain, str(config), config)
+            best = vote if best is None else min(best, vote, key=lambda v: v[:2])
+        return best[2] if best is not None and -best[0] > _NEEDED else None
 
-    def _configs(self, family: str, problem: Problem) -> list[Config]:
-        known = self.families.get(family)
-        return list(known.configs(problem.family, self.target)) if known else []
-
-    def _nearest(self, problem: Problem) -> TuningRecord | None:
-        best: tuple[float, TuningRecord] | None = None
+    def _nearest(self, problem: Problem) -> list[tuple[float, TuningRecord]]:
+        """The nearest records with their weights, which fall with the distance from the nearest one."""
         family = problem.family
-        for record in self._records:
+        near: list[tuple[float, TuningRecord]] = []
+        for record in self._records.get(_kind(family), ()):
             other = record.problem.family
-            if replace(other, n=family.n, k=family.k) != family:
-                continue
             m, n, k = (
                 abs(log2(a / b)) for a, b in ((record.problem.m, problem.m), (other.n, family.n), (other.k, family.k))
             )
-            if m > _REACH_M or n > _REACH_NK or k > _REACH_NK:
-                continue
-            distance = _WEIGHT_M * m + n + k
-            if best is None or distance < best[0]:
-                best = (distance, record)
-        return best[1] if best else None
+            if m <= _REACH_M and n <= _REACH_NK and k <= _REACH_NK:
+                near.append((_WEIGHT_M * m + n + k, record))
+        near.sort(key=lambda found: (found[0], found[1].digest))
+        return [(exp(near[0][0] - distance), record) for distance, record in near[:_ASKED]]
+
+
+def _kind(family: ProblemFamily) -> ProblemFamily:
+    """What neighbours have in common: all but the sizes. Both are multiples of what a kernel may ask for."""
+    return replace(family, n=1 << 12, k=1 << 12)
+
+
+def _gains(record: TuningRecord) -> dict[Config, float]:
+    return {t.config: log(record.library_us / t.us) for t in record.trials if t.status == OK and t.samples_us}
 
 
 def cheapest(problem: Problem, target: Target, families: Mapping[str, KernelFamily]) -> Config | None:

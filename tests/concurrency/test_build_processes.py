@@ -209,6 +209,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def _heed_interrupts() -> None:
+    """What a shell starts in the background inherits that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class SlowBuild:
     """A build with an empty object cache, one compiler process, and kernels that take `seconds` each.
 
@@ -224,7 +229,9 @@ class SlowBuild:
         arguments = [sys.executable, "-c", RUN, *command(self._folder, "large", self.out), "--jobs", "1"]
         # Files, not pipes: a process that is left would keep a pipe open.
         with (self._folder / "stderr").open("w") as stderr:
-            self.process = subprocess.Popen(arguments, env=self._env, stdout=subprocess.DEVNULL, stderr=stderr)
+            self.process = subprocess.Popen(
+                arguments, env=self._env, stdout=subprocess.DEVNULL, stderr=stderr, preexec_fn=_heed_interrupts
+            )
         assert wait_for(lambda: self.log.exists() and self.log.read_text().endswith("\n"))
         return self
 

@@ -137,6 +137,24 @@ def test_a_neighbour_that_the_library_won_predicts_the_library():
     assert Predictor([lost, nearer], FAMILIES, H200).predict(B.at(8)) == configs()[3]
 
 
+def test_neighbours_vote_by_what_a_config_gained_and_nearer_ones_count_more():
+    steady, lucky = configs()[3], configs()[9]
+    # The library takes 20 us in each: one far neighbour liked `lucky` best, the near ones did not.
+    records = [
+        record(A.at(8), (steady, 16.0), (lucky, 18.0)),
+        record(A.at(16), (steady, 16.0), (lucky, 17.0)),
+        record(A.at(32), (lucky, 14.0), (steady, 17.0)),
+    ]
+    assert Predictor(records, FAMILIES, H200).predict(B.at(8)) == steady
+    assert Predictor(records[2:], FAMILIES, H200).predict(B.at(32)) == lucky
+    assert Predictor(records[::-1], FAMILIES, H200).predict(B.at(8)) == steady
+
+
+def test_a_gain_too_small_to_rely_on_elsewhere_goes_to_the_library():
+    assert Predictor([record(A.at(16), (configs()[3], 19.8))], FAMILIES, H200).predict(B.at(16)) is None
+    assert Predictor([record(A.at(16), (configs()[3], 19.0))], FAMILIES, H200).predict(B.at(16)) == configs()[3]
+
+
 def test_table_and_loader_agree_for_every_m():
     tuned = [1, 2, 4, 16, 100, 256, 4096]
     chosen = {m: configs()[i % len(configs())] for i, m in enumerate(tuned)}
