@@ -93,8 +93,9 @@ def compile_kernels(
 
     def done(digest: str, future: Future[bytes]) -> None:
         try:
-            objects[digest] = future.result()
-            cache.put(digest, objects[digest])
+            data = future.result()
+            cache.put(digest, data)
+            objects[digest] = data
         except BrokenProcessPool:
             raise
         except GemmcacheError as error:

@@ -34,8 +34,8 @@ class Predictor:
     def predict(self, problem: Problem) -> Config | None:
         """The config expected to serve `problem` best, None for the library (also if nothing computes it).
 
-        The nearest tuned problems with the same dtypes, layouts and epilogue, within a factor of two in m and of four in
-        n and k, vote by what each config gained over the library there. Without any the config of the smallest
+        The nearest tuned problems with the same dtypes, layouts and epilogue, within a factor of two in m and of four
+        in n and k, vote by what each config gained over the library there. Without any the config of the smallest
         estimate is taken.
         """
         neighbours = self._nearest(problem)

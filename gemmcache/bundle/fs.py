@@ -120,11 +120,11 @@ def same_file(fd: int, folder: int, name: str) -> bool:
     return (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino)
 
 
-def chunks(fd: int, size: int, most: int = CHUNK) -> Iterator[bytes]:
-    """The first `size` bytes of the file behind `fd`, in pieces of `most` bytes; fewer if the file is shorter."""
+def chunks(fd: int, size: int) -> Iterator[bytes]:
+    """The first `size` bytes of the file behind `fd`, in pieces; fewer if the file is shorter."""
     offset = 0
     while offset < size:
-        piece = os.pread(fd, min(most, size - offset), offset)
+        piece = os.pread(fd, min(CHUNK, size - offset), offset)
         if not piece:
             return
         offset += len(piece)

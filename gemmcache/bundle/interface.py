@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,16 @@ MAX_TOTAL = 1 << 21
 
 KERNEL, LIBRARY = "kernel", "library"
 TUNED, PREDICTED = "tuned", "predicted"
+
+
+#: A field of a toolchain as it is encoded, and its value: a small integer is one byte.
+_CUDA_MAJOR = re.compile(rb"\xaacuda_major([\x01-\x63])", re.DOTALL)
+
+
+def hinted_cuda_major(data: bytes) -> int | None:
+    """The CUDA major that the bytes of a manifest seem to ask for, unchecked; None if they name none, or several."""
+    majors = {found[0] for found in _CUDA_MAJOR.findall(data)}
+    return majors.pop() if len(majors) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import hashlib
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 
 from gemmcache.bundle import fs
 from gemmcache.errors import StorageError
@@ -17,8 +16,6 @@ from gemmcache.errors import StorageError
 #: Not in the `os` module of every supported Python. A library can be loaded all the same: the loader maps it
 #: and does not ask for the permission to execute.
 _MFD_NOEXEC_SEAL = 0x8
-#: Bytes that are hashed while they are written: what a copy holds in memory beside itself.
-PIECE = 16 << 20
 _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 
 
@@ -58,22 +55,23 @@ def sealed_copy(pieces: Iterable[bytes], size: int) -> int:
     return fd
 
 
-def hashed_copy_of_file(source: int, size: int) -> tuple[int, str]:
-    """`sealed_copy` of the first `size` bytes of the file behind `source`, and the sha256 of the copy as 64 hex digits.
-
-    The file is read once, piece by piece: a thread hashes a piece while it is written to the copy.
-    """
-    total = hashlib.sha256()
-    with ThreadPoolExecutor(1, thread_name_prefix="gemmcache-hash") as pool:
-
-        def hashed() -> Iterator[bytes]:
-            for piece in fs.chunks(source, size, PIECE):
-                begun = pool.submit(total.update, piece)
-                yield piece
-                begun.result()
-
-        fd = sealed_copy(hashed(), size)
-    return fd, total.hexdigest()
+def sealed_copy_of_file(source: int, size: int) -> int:
+    """`sealed_copy` of the first `size` bytes of the file behind `source`, copied by the kernel where it can."""
+    fd = _memfd()
+    if fd is None:
+        return _unlinked_copy(fs.chunks(source, size))
+    try:
+        offset = 0
+        while offset < size:
+            moved = os.sendfile(fd, source, offset, size - offset)
+            if not moved:
+                break
+            offset += moved
+        _seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _seal(fd: int) -> None:

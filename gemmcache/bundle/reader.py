@@ -14,7 +14,7 @@ from types import TracebackType
 
 from gemmcache import codec
 from gemmcache.bundle import fs, layout, memory
-from gemmcache.bundle.interface import MAX_MANIFEST_BYTES, Blob, Manifest
+from gemmcache.bundle.interface import MAX_MANIFEST_BYTES, Blob, Manifest, hinted_cuda_major
 from gemmcache.errors import IntegrityError, UsageError
 
 #: Openings before a folder is given up whose manifest is replaced during each of them.
@@ -40,10 +40,10 @@ class BundleReader:
         self._close = weakref.finalize(self, _close_all, tuple(blobs.values()))
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, early: Callable[[bytes], None] | None = None) -> BundleReader:
+    def open(cls, path: str | os.PathLike[str], *, early: Callable[[int | None], None] | None = None) -> BundleReader:
         """Opens the bundle in folder `path` and holds its blobs open, without reading them.
 
-        `early` is called with the manifest's bytes before they are checked: what can be begun on a hint.
+        `early` is called before the manifest is decoded, with the CUDA major that it seems to ask for: a hint.
         Raises `UsageError` if no bundle is there, `IntegrityError` for a damaged manifest, a missing blob,
         one of another size, or anything in the folder that does not belong there, `IncompatibleError` for
         another major format, and `StorageError` if the file system refuses.
@@ -64,7 +64,7 @@ class BundleReader:
         )
 
     @classmethod
-    def _open_once(cls, path: Path, folder: int, early: Callable[[bytes], None] | None) -> BundleReader:
+    def _open_once(cls, path: Path, folder: int, early: Callable[[int | None], None] | None) -> BundleReader:
         shown = str(path / layout.MANIFEST)
         try:
             manifest_fd = fs.open_regular(folder, layout.MANIFEST, shown)
@@ -76,7 +76,7 @@ class BundleReader:
         try:
             data = _read_whole(manifest_fd, shown)
             if early is not None:
-                early(data)
+                early(hinted_cuda_major(data))
             manifest = Manifest.decode(data)
             blobs_folder = _open_blobs_folder(folder, path, needed=bool(manifest.blobs))
             held: dict[str, int] = {}
@@ -121,7 +121,7 @@ class BundleReader:
         return bytes(data)
 
     def load_blob_memfd(self, blob: Blob) -> int:
-        """A descriptor of a private, sealed copy of `blob`, whose own bytes were checked; the caller closes it.
+        """A descriptor of a private, sealed copy of `blob`, checked after sealing; the caller closes it.
 
         Load it by the path `/proc/self/fd/<descriptor>`: no other user can swap it, and no file system has to
         allow execution. Keep the descriptor open for as long as the library is loaded: the dynamic loader
@@ -130,10 +130,13 @@ class BundleReader:
         Raises as `read_blob`; then nothing stays open.
         """
         with fs.storage_errors(f"can't copy blob {blob.digest} of {self.path}"):
-            fd, digest = memory.hashed_copy_of_file(self._descriptor(blob), blob.size)
-        if digest != blob.digest:
-            os.close(fd)
-            raise _damaged(self.path, blob)
+            fd = memory.sealed_copy_of_file(self._descriptor(blob), blob.size)
+            try:
+                if memory.digest_of(fd, blob.size) != blob.digest:
+                    raise _damaged(self.path, blob)
+            except BaseException:
+                os.close(fd)
+                raise
         return fd
 
     def _descriptor(self, blob: Blob) -> int:

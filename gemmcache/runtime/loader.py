@@ -19,9 +19,8 @@ from gemmcache.policy import Facts, Judgement, Verdict, judge
 from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.devices import CudaDevices
 from gemmcache.runtime.dispatch import Dispatcher, bind_kernels
-from gemmcache.runtime.early import EarlyCopy, begin_copy
 from gemmcache.runtime.linear import Linear
-from gemmcache.runtime.native import begin_loading_runtime_library, load_module
+from gemmcache.runtime.native import load_module, preloading
 from gemmcache.target import detect_host, detect_target
 
 STRICT = "GEMMCACHE_STRICT"
@@ -53,21 +52,15 @@ def load(
     if on_stale not in ("serve", "raise"):
         raise UsageError(f"on_stale is '{on_stale}'", remedy="'serve' or 'raise'")
     strict = os.environ.get(STRICT, "") not in ("", "0")
-    with contextlib.closing(BundleReader.open(path, early=begin_loading_runtime_library)) as reader:
-        early = begin_copy(reader)
-        try:
-            facts = detect_facts(device)
-            part, judgement = choose_part(reader.manifest.parts, facts)
-            if judgement.verdict is Verdict.STALE:
-                text = f"bundle {Path(path).name} is stale: " + "; ".join(map(str, judgement.differences))
-                if strict or on_stale == "raise":
-                    raise StaleError(text, remedy=judgement.differences[0].remedy)
-                warnings.warn(text, StaleBundleWarning, stacklevel=2)
-            raise_on_miss = strict or on_miss == "raise"
-            return Bundle(reader, part, judgement, device=device, raise_on_miss=raise_on_miss, early=early)
-        finally:
-            if early is not None:
-                early.discard()
+    with preloading() as preload, contextlib.closing(BundleReader.open(path, early=preload)) as reader:
+        facts = detect_facts(device)
+        part, judgement = choose_part(reader.manifest.parts, facts)
+        if judgement.verdict is Verdict.STALE:
+            text = f"bundle {Path(path).name} is stale: " + "; ".join(map(str, judgement.differences))
+            if strict or on_stale == "raise":
+                raise StaleError(text, remedy=judgement.differences[0].remedy)
+            warnings.warn(text, StaleBundleWarning, stacklevel=2)
+        return Bundle(reader, part, judgement, device=device, raise_on_miss=strict or on_miss == "raise")
 
 
 def detect_facts(device: int | None = None) -> Facts:
@@ -128,14 +121,7 @@ class Bundle:
     """A loaded bundle. Thread-safe; calls run on the current stream of their tensors' device."""
 
     def __init__(
-        self,
-        reader: BundleReader,
-        part: Part,
-        judgement: Judgement,
-        *,
-        device: int | None,
-        raise_on_miss: bool,
-        early: EarlyCopy | None = None,
+        self, reader: BundleReader, part: Part, judgement: Judgement, *, device: int | None, raise_on_miss: bool
     ) -> None:
         self.manifest = reader.manifest
         self.digest = reader.digest
@@ -149,8 +135,7 @@ class Bundle:
             if part.toolchain.cuda_major is None:
                 raise IntegrityError("the manifest does not say which CUDA major the kernels need")
             blob = part.blob
-            copy = early.take if early is not None else lambda: reader.load_blob_memfd(blob)
-            module = load_module(blob.digest, copy, part.toolchain.cuda_major)
+            module = load_module(blob.digest, lambda: reader.load_blob_memfd(blob), part.toolchain.cuda_major)
             kernels = bind_kernels(part, module.function)
         self._dispatchers = {t.family: Dispatcher(t, kernels) for t in part.tables}
         self._linear = Linear(self._dispatchers, self._counters, CudaDevices(part.target.capability), raise_on_miss)

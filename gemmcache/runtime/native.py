@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
-import re
 import threading
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +17,6 @@ from gemmcache.errors import IncompatibleError, MissingPackageError, ToolError
 
 LIBRARY = "libcute_dsl_runtime.so"
 MAJORS = (12, 13, 14)
-#: The field of that name in an encoded manifest, and its value: a small integer is one byte.
-_CUDA_MAJOR = re.compile(rb"\xaacuda_major(.)", re.DOTALL)
 
 _lock = threading.Lock()
 _loaded: dict[int, ctypes.CDLL] = {}
@@ -71,36 +68,35 @@ def _installed(package: str) -> bool:
     return True
 
 
-def begin_loading_runtime_library(manifest: bytes) -> None:
-    """Lets a thread load the runtime library that `manifest` asks for, while the caller still decodes it.
+@contextlib.contextmanager
+def preloading() -> Iterator[Callable[[int | None], None]]:
+    """Gives a function that lets a thread map the runtime library for a CUDA major (None: does nothing), and waits for
+    it at the end.
 
-    Both take about as long. What the unchecked bytes say is a hint: what fails here, or does not happen, is
-    done and told in `load_runtime_library`.
+    Mapping it takes as long as decoding a manifest. It decides nothing: symbols become visible, and errors are told, in
+    `load_runtime_library`.
     """
-    majors = {found[0] for found in _CUDA_MAJOR.findall(manifest)}
-    if _loaded or len(majors) != 1:
-        return
-    major = majors.pop()
-    if major not in MAJORS:
-        return
+    threads: list[threading.Thread] = []
+
+    def begin(cuda_major: int | None) -> None:
+        if cuda_major is None or _loaded:
+            return
+        # A foreign call lets go of the interpreter's lock, which ctypes.CDLL holds while it loads. All else is done
+        # here: a thread that computes waits for this one.
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        # A hint may fail: without the library, or where no thread can be had.
+        with contextlib.suppress(MissingPackageError, RuntimeError):
+            path = os.fsencode(find_runtime_library(cuda_major))
+            thread = threading.Thread(target=dlopen, args=(path, os.RTLD_NOW | os.RTLD_LOCAL), daemon=True)
+            thread.start()
+            threads.append(thread)
+
     try:
-        path = find_runtime_library(major)
-    except MissingPackageError:
-        return
-    # ctypes.CDLL holds the interpreter's lock while it loads, a foreign call does not. All but that call is done here:
-    # a thread that computes waits for this one.
-    dlopen = ctypes.CDLL(None).dlopen
-    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    call = partial(dlopen, os.fsencode(path), os.RTLD_NOW | os.RTLD_GLOBAL)
-    threading.Thread(target=_load_early, args=(major, path, call), name="gemmcache-runtime", daemon=True).start()
-
-
-def _load_early(cuda_major: int, path: Path, dlopen: Callable[[], int | None]) -> None:
-    with _lock:
-        if not _loaded:
-            handle = dlopen()
-            if handle:
-                _loaded[cuda_major] = ctypes.CDLL(str(path), handle=handle)
+        yield begin
+    finally:
+        for thread in threads:
+            thread.join()
 
 
 def load_runtime_library(cuda_major: int) -> None:
@@ -134,11 +130,6 @@ class KernelModule:
         except (AttributeError, ValueError, RuntimeError) as error:
             raise ToolError(f"the kernels' shared object has no function '{name}'") from error
         return function
-
-
-def is_loaded(digest: str) -> bool:
-    """Whether this process has loaded the shared object with that sha256."""
-    return digest in _modules
 
 
 def load_module(digest: str, open_copy: Callable[[], int], cuda_major: int) -> KernelModule:

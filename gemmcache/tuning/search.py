@@ -130,11 +130,12 @@ class _Race:
     def decide(self, keys: Sequence[str]) -> list[float]:
         """The library's samples of the deciding rounds, under load and then calm; those of the others are kept."""
         loaded = self.rounds(keys, self.policy.decision_rounds)
-        if not self.policy.calm_rounds:
+        if not self.policy.calm_rounds or not loaded[LIBRARY_KEY]:
             return loaded[LIBRARY_KEY]
         heavy = median(loaded[LIBRARY_KEY]) >= self.policy.heavy_us
         pause = self.policy.pause_ms / 1000 if heavy else 0.0
-        alive = [key for key in keys if loaded[key]]
+        running = {LIBRARY_KEY, *(c.kernel for c in self.running)}
+        alive = [key for key in keys if key in running]
         calm = self.rounds(alive, self.policy.calm_rounds, pause_s=pause)
         self.samples.update({key: loaded[key] + calm[key] for key in alive})
         return self.samples[LIBRARY_KEY]

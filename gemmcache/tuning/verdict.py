@@ -41,15 +41,15 @@ def choose(
 
     The incumbent stays if it beats the library at all and no contender beats it by more than the tie margin. Anyone
     else must beat the library by more than the margin, with the lower bound of the paired ratio's interval above 1.
-    Nobody wins who is slower than the library in the calm rounds, the last ones: a kernel that draws less power can win
-    at the power limit alone.
+    Nobody wins who is slower than the library under load, or in the calm rounds, the last ones: a kernel that draws
+    less power can win at the power limit alone.
     """
     library = median(baseline_us)
     tie = 1.0 + policy.tie_milli / 1000
     usable = [
         t
         for t in trials
-        if t.config in contenders and t.status == OK and t.us < library and _calm_ratio(t, baseline_us, policy) >= 1.0
+        if t.config in contenders and t.status == OK and t.us < library and _wins_in_both(t, baseline_us, policy)
     ]
     if not usable:
         return None
@@ -61,12 +61,15 @@ def choose(
     return best.config if library > best.us * tie and low > 1.0 else None
 
 
-def _calm_ratio(trial: Trial, baseline_us: tuple[float, ...], policy: MeasurementPolicy) -> float:
-    """Median of library time over the trial's in the calm rounds; 1 where there were none."""
-    calm = policy.calm_rounds
-    if not calm or len(trial.samples_us) != len(baseline_us) or len(baseline_us) <= calm:
-        return 1.0
-    return median(b / t for b, t in zip(baseline_us[-calm:], trial.samples_us[-calm:], strict=True))
+def _wins_in_both(trial: Trial, baseline_us: tuple[float, ...], policy: MeasurementPolicy) -> bool:
+    """Whether the trial is not slower than the library under load, nor in the calm rounds if there were any."""
+    if not policy.calm_rounds:
+        return True
+    if len(trial.samples_us) != len(baseline_us) or len(baseline_us) <= policy.calm_rounds:
+        return False
+    ratios = [b / t for b, t in zip(baseline_us, trial.samples_us, strict=True)]
+    loaded, calm = ratios[: -policy.calm_rounds], ratios[-policy.calm_rounds :]
+    return median(loaded) >= 1.0 and median(calm) >= 1.0
 
 
 def conclude(

@@ -9,14 +9,19 @@ import threading
 import warnings
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 
 import gemmcache
-from gemmcache.bundle import memory
-from gemmcache.bundle.interface import LIBRARY, PREDICTED, DispatchTable, Entry, Manifest, Part
-from gemmcache.bundle.reader import BundleReader
+from gemmcache.bundle.interface import (
+    LIBRARY,
+    PREDICTED,
+    DispatchTable,
+    Entry,
+    Manifest,
+    Part,
+    hinted_cuda_major,
+)
 from gemmcache.bundle.writer import publish
 from gemmcache.errors import (
     DeviceError,
@@ -29,10 +34,8 @@ from gemmcache.errors import (
 from gemmcache.policy import Facts
 from gemmcache.problem import ProblemFamily
 from gemmcache.runtime import loader, native
-from gemmcache.runtime.early import EarlyCopy, begin_copy
 from gemmcache.target import TARGETS, Host
 from tests.fakes import TOOLCHAIN
-from tests.strategies_bundle import published
 
 HOST = Host("x86_64", "x86-64-v3")
 PART = Part(
@@ -170,26 +173,42 @@ def test_a_runtime_library_of_another_cuda_major_is_named_too(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("manifest", "begun"),
+    ("manifest", "major"),
     [
-        (b"\xaacuda_major\x0d..\xaacuda_major\x0d", [13]),
-        (b"\xaacuda_major\x0c..\xaacuda_major\x0d", []),
-        (b"\xaacuda_major\xc0", []),
-        (b"cuda_major\x0d", []),
-        (b"\xaacuda_major", []),
+        (Manifest("x", 1, "t", (PART,)).encode(), TOOLCHAIN.cuda_major),
+        (b"\xaacuda_major\x0d..\xaacuda_major\x0d", 13),
+        (b"\xaacuda_major\x0c..\xaacuda_major\x0d", None),
+        (b"\xaacuda_major\xc0", None),
+        (b"cuda_major\x0d", None),
+        (b"\xaacuda_major", None),
     ],
 )
-def test_the_runtime_library_is_loaded_early_only_where_one_is_meant(monkeypatch, manifest, begun):
-    threads = []
+def test_the_cuda_major_is_guessed_only_where_one_is_meant(manifest, major):
+    assert hinted_cuda_major(manifest) == major
+
+
+@pytest.mark.parametrize("how", ["there", "not there", "broken", "no threads"])
+def test_preloading_decides_nothing_and_never_fails(monkeypatch, tmp_path, how):
     monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "find_runtime_library", lambda major: Path(f"/nowhere/{major}.so"))
-    monkeypatch.setattr(native, "_load_early", lambda major, path, dlopen: threads.append((major, dlopen())))
-    before = set(threading.enumerate())
-    native.begin_loading_runtime_library(manifest)
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    # The library is not there: the call says so by a null pointer, and the error is told by the real loading.
-    assert threads == [(major, None) for major in begun]
+    path = native.find_runtime_library(13)
+    if how == "broken":
+        path = tmp_path / "broken.so"
+        path.write_bytes(b"no library")
+    monkeypatch.setattr(native, "_usual_path", lambda major: None if how == "not there" else path)
+    if how == "not there":
+        monkeypatch.setattr(native.metadata, "files", lambda package: None)
+    if how == "no threads":
+
+        def refuse(self):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = threading.active_count()
+    with native.preloading() as preload:
+        preload(None)
+        preload(13)
+    assert threading.active_count() == before
+    assert native._loaded == {}
 
 
 def test_a_bundle_whose_runtime_library_is_missing_is_told_by_the_real_loading(monkeypatch):
@@ -197,7 +216,8 @@ def test_a_bundle_whose_runtime_library_is_missing_is_told_by_the_real_loading(m
     monkeypatch.setattr(native, "_installed", lambda package: False)
     monkeypatch.setattr(native, "_usual_path", lambda major: None)
     monkeypatch.setattr(native.metadata, "files", lambda package: None)
-    native.begin_loading_runtime_library(b"\xaacuda_major\x0d")
+    with native.preloading() as preload:
+        preload(13)
     with pytest.raises(MissingPackageError, match="cu13"):
         native.load_runtime_library(13)
 
@@ -209,44 +229,6 @@ def test_the_installed_runtime_library_is_found(monkeypatch):
     assert native.find_runtime_library(13).samefile(at_once)
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_copy_begun_early_is_the_takers_or_is_closed(tmp_path, damaged):
-    published(tmp_path / "b")
-    before = set(os.listdir("/proc/self/fd"))
-    with BundleReader.open(tmp_path / "b") as reader:
-        blob = reader.manifest.blobs[0]
-        if damaged:
-            path = tmp_path / "b" / "blobs" / blob.digest
-            path.write_bytes(bytes(blob.size))
-        unused, used = EarlyCopy(reader, blob), EarlyCopy(reader, blob)
-        unused.discard()
-        if damaged:
-            with pytest.raises(IntegrityError, match=blob.digest):
-                used.take()
-            used.discard()
-        else:
-            fd = used.take()
-            used.discard()
-            assert memory.digest_of(fd, blob.size) == blob.digest
-            os.close(fd)
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_copy_is_begun_only_where_one_part_can_be_meant(tmp_path, monkeypatch):
-    published(tmp_path / "b")
-    with BundleReader.open(tmp_path / "b") as reader:
-        parts = reader.manifest.parts
-        assert begin_copy(reader) is None or len(parts) == 1
-        one = next(p for p in parts if p.blob)
-        object.__setattr__(reader.manifest, "parts", (one,))
-        copy = begin_copy(reader)
-        copy.discard()
-        monkeypatch.setattr(native, "_modules", {one.blob.digest: None})
-        assert begin_copy(reader) is None
-        object.__setattr__(reader.manifest, "parts", (one, one))
-        assert begin_copy(reader) is None
-
-
 def test_facts_of_a_part_cover_every_rule():
     assert all(getattr(HERE, field) is not None for field in Facts.__dataclass_fields__)
 
@@ -255,7 +237,6 @@ def test_the_loader_works_where_compiler_tuner_and_command_line_cannot_be_import
     folder = bundle()
     code = f"""
 import sys
-import threading
 for name in ("cutlass", "diskcache", "click", "rich", "transformers", "yaml"):
     sys.modules[name] = None
 import gemmcache

@@ -61,6 +61,26 @@ def test_a_long_problem_has_calm_rounds_with_a_rest_before_each_sample():
     assert bench.rested == []
 
 
+@pytest.mark.parametrize("nth", range(1, 30))
+def test_a_contender_that_fails_at_whatever_sample_is_a_failed_trial(nth):
+    """In the screening, the finals, the decision under load or in calm."""
+
+    class Failing(FakeBench):
+        taken = 0
+
+        def sample_us(self, key):
+            if key == CANDIDATES[0].kernel:
+                self.taken += 1
+                if self.taken >= nth:
+                    raise MeasurementError("it hung")
+            return super().sample_us(key)
+
+    outcome = search(Failing(times()), CANDIDATES[:1], POLICY)
+    samples = POLICY.screening_rounds + 1 + POLICY.final_rounds + 1 + POLICY.decision_rounds + 1 + POLICY.calm_rounds
+    assert [t.status for t in outcome.trials] == [FAILED if nth <= samples else OK]
+    assert len(outcome.baseline_us) == DECISION
+
+
 def test_a_policy_without_calm_rounds_ends_with_the_loaded_ones():
     bench = FakeBench(times())
     outcome = search(bench, CANDIDATES, replace(POLICY, calm_rounds=0))

@@ -55,6 +55,18 @@ def test_who_wins_under_load_and_loses_in_calm_goes_to_the_library(calm_us, choi
     assert record.choice == choice
 
 
+def test_an_incumbent_that_is_slower_under_load_is_not_kept_for_its_calm_rounds():
+    rounds, calm = POLICY.decision_rounds, POLICY.calm_rounds
+    library = (100.0, 100.0) + (101.0,) * (rounds - 2) + (80.0,) * calm
+    held = (99.0, 99.0, 99.9) + (103.0,) * (rounds - 3) + (79.9,) * calm
+    assert record_of([held], library, incumbent=CONFIGS[0]).choice == LIBRARY
+
+
+def test_a_trial_without_calm_samples_can_not_win_where_they_are_asked_for():
+    trials = (Trial(CONFIGS[0], OK, around(10, rounds=9), 0.001),)
+    assert choose(trials, (CONFIGS[0],), around(11, rounds=9 + POLICY.calm_rounds), POLICY) is None
+
+
 def test_a_policy_without_calm_rounds_does_not_look_for_them():
     samples = around(10, rounds=20) + around(11.1, rounds=5)
     trials = (Trial(CONFIGS[0], OK, samples, 0.001),)
