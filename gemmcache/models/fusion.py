@@ -26,10 +26,10 @@ GATES = tuple(names for names, new in GROUPS if new == "gate_up_proj")
 def fuse(gemms: Sequence[tuple[Gemm, str]]) -> list[tuple[Gemm, str]]:
     """`gemms` (each with its direction) with q/k/v and gate/up siblings merged, N summed.
 
-    Merged are only whole groups with the same K, bias, count and direction, outside cross-attention (whose
-    queries and keys have different inputs), in the order of `GROUPS`: [gate; up], as gated epilogues read it.
-    Structure can't tell that a model adds position embeddings to queries and keys but not to values (the DETR
-    family): don't fuse those.
+    Merged are only whole groups with the same K, bias, count, direction and input, outside cross-attention
+    (whose queries and keys have different inputs), in the order of `GROUPS`: [gate; up], as gated epilogues
+    read it. Where the forward pass was not watched, names can't tell that a model adds position embeddings to
+    queries and keys but not to values (the DETR family): don't fuse those.
     """
     by_path = {gemm.path: (gemm, way) for gemm, way in gemms}
     merged: dict[str, tuple[Gemm, str] | None] = {}
@@ -40,7 +40,7 @@ def fuse(gemms: Sequence[tuple[Gemm, str]]) -> list[tuple[Gemm, str]]:
             prefix = gemm.path.removesuffix(gemm.leaf)
             group = [by_path.get(prefix + name) for name in names]
             members = [member for member in group if member is not None]
-            alike = {(g.k, g.bias, g.count, w) for g, w in members}
+            alike = {(g.k, g.bias, g.count, w, g.after.reads) for g, w in members}
             if len(members) != len(names) or len(alike) != 1 or prefix + new in by_path:
                 continue
             n, after = sum(g.n for g, _ in members), _after([g for g, _ in members])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,31 +15,38 @@ from gemmcache.models.after import After
 from gemmcache.models.values import Source, Value, elementwise
 
 _aten = torch.ops.aten
-#: Operations that keep values where they keep their number: views, copies, casts.
+#: Operations that keep values and their order where they keep their number: views, copies, casts.
 _TRANSPARENT = frozenset(
-    {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias, _aten.transpose, _aten.permute, _aten.t}
-    | {_aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.slice, _aten.clone, _aten._to_copy, _aten.alias}
-    | {_aten.detach, _aten.lift_fresh}
+    {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias, _aten.unsqueeze, _aten.squeeze}
+    | {_aten.expand, _aten.slice, _aten.clone, _aten._to_copy, _aten.alias, _aten.detach, _aten.lift_fresh}
 )
+#: Operations that keep values in another order. Swapped back, they still count as moved.
+_MOVES = frozenset({_aten.transpose, _aten.permute, _aten.t})
 _SPLITS = frozenset({_aten.split, _aten.split_with_sizes})
 _ADDS = frozenset({_aten.add.Tensor, _aten.add_.Tensor})
 
 
 @dataclass(slots=True)
 class _Node:
-    """A tensor as one operation left it, and the nodes of what later operations make of it."""
+    """A tensor as one operation left it, and the nodes of what later operations make of it.
 
+    `same` is the first node with the same values in the same order and dtype.
+    """
+
+    same: int
     value: Value | None = None
     readers: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One call of the module at `paths`, and its output: the node, the number of columns."""
+    """One call of the module at `paths`, its output (node, number of columns, dtype), and the node that it reads."""
 
     paths: tuple[str, ...]
     node: int
     n: int
+    dtype: torch.dtype
+    reads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +100,18 @@ class Recorder(TorchDispatchMode):
         call = _Call(func, args, kwargs, inputs, [self._node(t) for t in inputs])
         for i, tensor in enumerate(outputs):
             node = self._new(tensor, self._value(call, tensor, i))
+            self._nodes[node].same = self._same(call, node, tensor)
             for before in call.nodes:
                 self._nodes[before].readers.add(node)
             self._match(call, node, tensor)
             self._of[id(tensor)] = node  # after an operation in place, the same tensor is another node
         return out
 
-    def gemm(self, paths: Iterable[str], out: torch.Tensor) -> None:
-        """`out[..., N]` is the output of the GEMM at `paths` (several where layers share a module)."""
+    def gemm(self, paths: Iterable[str], a: torch.Tensor, out: torch.Tensor) -> None:
+        """`out[..., N]` is the output of the GEMM at `paths` (several where layers share a module) for `a[..., K]`."""
         node, run = self._node(out), len(self._runs)
-        self._runs.append(_Run(tuple(paths), node, out.shape[-1]))
+        reads = self._nodes[self._node(a)].same
+        self._runs.append(_Run(tuple(paths), node, out.shape[-1], out.dtype, reads))
         with _disable_current_modes():  # a hook calls this, inside the forward pass
             self._nodes[node].value = Value.of(Source(run))
 
@@ -112,29 +121,39 @@ class Recorder(TorchDispatchMode):
 
     def read(self, outputs: Any) -> None:
         """The tensors anywhere in `outputs` are read by someone outside."""
-        self._nodes.append(_Node())
-        reader = len(self._nodes) - 1
+        reader = len(self._nodes)
+        self._nodes.append(_Node(reader))
         for tensor in _tensors(outputs):
             self._nodes[self._node(tensor)].readers.add(reader)
 
     def after(self) -> dict[str, After]:
-        """Path -> what all its runs have after them; runs that differ have nothing in common."""
+        """Path -> what all its runs have after them, and what they read; runs that differ have nothing after them."""
         found = dict.fromkeys(self._opaque, After())
         for number, run in enumerate(self._runs):
             after = self._after(number)
             for path in run.paths:
-                found[path] = after if found.get(path, after) == after else After()
+                before = found.get(path, after)
+                found[path] = replace(after if before == after else After(), reads=(*before.reads, run.reads))
         return found
 
     def _new(self, tensor: torch.Tensor, value: Value | None = None) -> int:
-        self._nodes.append(_Node(value))
+        node = len(self._nodes)
+        self._nodes.append(_Node(node, value))
         self._alive.append(tensor)
-        return len(self._nodes) - 1
+        return node
 
     def _node(self, tensor: torch.Tensor) -> int:
         if id(tensor) not in self._of:
             self._of[id(tensor)] = self._new(tensor)
         return self._of[id(tensor)]
+
+    def _same(self, call: _Call, node: int, out: torch.Tensor) -> int:
+        """The first node with the values of `out`, which is `node`."""
+        if call.func.overloadpacket not in _TRANSPARENT or len(call.inputs) != 1:
+            return node
+        first = call.inputs[0]
+        same = out.numel() == first.numel() and out.dtype == first.dtype
+        return self._nodes[call.nodes[0]].same if same else node
 
     def _value(self, call: _Call, out: torch.Tensor, i: int) -> Value | None:
         """The value of `out`, the i-th output of a call; None where it is no function of GEMM outputs."""
@@ -149,6 +168,8 @@ class Recorder(TorchDispatchMode):
         packet, first = call.func.overloadpacket, call.inputs[0]
         if packet in _TRANSPARENT and out.numel() == first.numel():
             return values[id(first)]
+        if packet in _MOVES:
+            return replace(values[id(first)], moved=True)
         if packet in _SPLITS or packet is _aten.slice:
             return self._half(call, values[id(first)], out, i)
         if torch.Tag.pointwise in call.func.tags:
@@ -158,7 +179,7 @@ class Recorder(TorchDispatchMode):
     def _half(self, call: _Call, value: Value, out: torch.Tensor, i: int) -> Value | None:
         """The value of one half of the columns of a GEMM's output."""
         run, whole = value.whole, call.inputs[0]
-        if run is None or not value.is_source() or call.kwargs:
+        if run is None or value.moved or not value.is_source() or call.kwargs:
             return None
         n, args = whole.shape[-1], call.args
         if call.func.overloadpacket is _aten.slice:  # (whole, dim, start, end)
@@ -174,27 +195,33 @@ class Recorder(TorchDispatchMode):
         """Notes what the output of a call is, of which GEMM's output."""
         value = self._nodes[node].value
         if value is not None and torch.Tag.pointwise in call.func.tags:
-            activation, gated = value.activation(), value.gate()
+            activation, gated = value.activation(), None if value.moved else value.gate()
             if activation and value.whole is not None:
                 self._matches[value.whole].append(_Match(node, After(activation)))
             if gated:
                 name, gate, up = gated
                 if gate.half is None and up.half is None:
-                    other = self._runs[up.run]
-                    self._matches[gate.run].append(_Match(node, After(name, times=other.paths[0]), other.node))
+                    own, other = self._runs[gate.run], self._runs[up.run]
+                    if (own.n, own.reads) == (other.n, other.reads):  # as one weight they have one input
+                        self._matches[gate.run].append(_Match(node, After(name, times=other.paths[0]), other.node))
                 elif gate.run == up.run and (gate.half, up.half) == (0, 1):
                     self._matches[gate.run].append(_Match(node, After(gate=name)))
         if call.func in _ADDS and call.kwargs.get("alpha", 1) == 1 and len(call.inputs) == 2:
             self._match_residual(call, node, out)
 
     def _match_residual(self, call: _Call, node: int, out: torch.Tensor) -> None:
-        """A sum of a GEMM's output, activated or not, and a tensor of its shape; of two outputs, the later takes it."""
+        """A sum of a GEMM's output, activated or not, and a tensor of its shape and dtype.
+
+        Of two outputs, the later takes it.
+        """
         found: list[tuple[int, _Match]] = []
         if call.inputs[0].shape == call.inputs[1].shape:
             for operand, other in (call.nodes, call.nodes[::-1]):
                 value = self._nodes[operand].value
                 run = value.whole if value else None
-                if value is None or run is None or out.shape[-1] != self._runs[run].n:
+                if value is None or run is None or value.moved or out.shape[-1] != self._runs[run].n:
+                    continue
+                if {self._runs[run].dtype} != {t.dtype for t in (*call.inputs, out)}:
                     continue
                 activation = value.activation()
                 if activation or value.is_source():
@@ -211,7 +238,7 @@ class Recorder(TorchDispatchMode):
             if inside is None or match.other in inside:
                 continue
             if match.after.times is None:
-                return After(match.after.activation, match.after.residual, match.after.gate, times)
+                return replace(match.after, times=times)
             # The activation by itself is a match of its own, with an earlier end.
             if match.other is not None and self._inside(match.other, match.end) is not None:
                 times = match.after.times

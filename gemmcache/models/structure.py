@@ -29,6 +29,8 @@ _ACTIVATIONS = {
 _UNGATED = frozenset({"fc1", "c_fc", "fc_in", "dense_h_to_4h", "lin1", "linear1", "wi"})
 #: Norms between a projection and its residual, and factors on the way.
 _BETWEEN = re.compile(r"post_feedforward_layernorm|post_self_attn_layernorm|post_mlp_layernorm|layer_?scale")
+#: Components of what stands outside the repeated layers: no residual goes around it.
+_OUTSIDE = frozenset({"lm_head", "transform", "pooler"})
 _FACTORS = ("residual_multiplier", "scale_depth")
 
 
@@ -54,7 +56,13 @@ def after_by_names(model: Any, gemms: Sequence[Gemm]) -> dict[str, After]:
             after = After(gate=activation)
         elif way == COLUMN and (gemm.leaf in _UNGATED or gemm.path.endswith("intermediate.dense")):
             after = After(activation)
-        elif way == ROW and residual:
+        elif way == ROW and residual and _in_layer(gemm.path):
             after = After(residual=True)
         found[gemm.path] = after
     return found
+
+
+def _in_layer(path: str) -> bool:
+    """Whether the path has a layer's number, and is no head's."""
+    parts = path.split(".")
+    return any(part.isdigit() for part in parts) and _OUTSIDE.isdisjoint(parts)

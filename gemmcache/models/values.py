@@ -34,10 +34,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """`points` (float64, on the CPU) is a function of the points of `sources`."""
+    """`points` (float64, on the CPU) is a function of the points of `sources`.
+
+    `moved`: the elements are in another order than those of the sources. What puts them together with another
+    tensor makes other pairs than an epilogue does.
+    """
 
     sources: tuple[Source, ...]
     points: torch.Tensor
+    moved: bool = False
 
     @classmethod
     def of(cls, source: Source) -> Value:
@@ -82,9 +87,10 @@ def elementwise(func: Any, args: Any, kwargs: Any, values: Mapping[int, Value]) 
         return values[id(x)].points.clone() if isinstance(x, torch.Tensor) else x
 
     try:
-        return Value(sources, func(*tree_map(at, args), **tree_map(at, kwargs)))
+        points = func(*tree_map(at, args), **tree_map(at, kwargs))
     except (RuntimeError, TypeError, NotImplementedError):  # not for float64, or not on the CPU
         return None
+    return Value(sources, points, any(value.moved for value in values.values()))
 
 
 def _activation(points: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | float = 1.0) -> str | None:

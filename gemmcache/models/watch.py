@@ -77,7 +77,8 @@ def _run(model: Any, layers: dict[Any, list[str]]) -> tuple[dict[str, After], st
         with ExitStack() as stack:
             for module in model.modules():
                 if module in layers:
-                    stack.callback(module.register_forward_hook(_hook(recorder, layers[module])).remove)
+                    hook = _hook(recorder, layers[module])
+                    stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             try:
                 model.eval().to("meta", dtype)
                 arguments = _arguments(model, dtype)
@@ -95,9 +96,10 @@ def _run(model: Any, layers: dict[Any, list[str]]) -> tuple[dict[str, After], st
 def _hook(recorder: Any, paths: Sequence[str]) -> Any:
     import torch
 
-    def hook(module: Any, args: Any, out: Any) -> None:
-        if isinstance(out, torch.Tensor):
-            recorder.gemm(paths, out)
+    def hook(module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        a = next(iter((*args, *kwargs.values())), None)
+        if isinstance(a, torch.Tensor) and isinstance(out, torch.Tensor):
+            recorder.gemm(paths, a, out)
         else:
             recorder.opaque(paths)
 

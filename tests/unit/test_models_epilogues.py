@@ -19,6 +19,7 @@ from gemmcache.models.gemms import Gemm
 from gemmcache.models.interface import COLUMN, REPLICATED, ROW, Layer, Workload
 from gemmcache.models.proposal import proposed
 from gemmcache.models.source import load_workload
+from gemmcache.models.structure import after_by_names
 from gemmcache.problem import ProblemFamily
 
 Load = Callable[..., Workload]
@@ -142,6 +143,58 @@ def test_activations_and_factors_that_no_epilogue_has(load: Load) -> None:
     # A factor for each channel goes between the projection and the residual.
     found = proposals(load({**VIT, "model_type": "dinov2", "architectures": ["Dinov2Model"]}))
     assert (found["fc1"], found["fc2"], found["o"]) == ("bias+gelu", "bias", "bias")
+
+
+def test_residuals_of_another_dtype(load: Load) -> None:
+    mamba = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128, "model_type": "mamba"}
+    mamba["architectures"] = ["MambaForCausalLM"]
+    assert proposals(load({**mamba, "residual_in_fp32": False}))["out"] == "residual"
+    assert proposals(load({**mamba, "residual_in_fp32": True}))["out"] == "none"
+
+
+def test_windows_are_in_another_order_than_the_residual(load: Load) -> None:
+    config = {"model_type": "swin", "architectures": ["SwinModel"], "image_size": 56, "patch_size": 4}
+    config |= {"embed_dim": 32, "depths": [2], "num_heads": [2], "window_size": 7}
+    found = proposals(load(config))
+    assert (found["o"], found["fc1"], found["fc2"]) == ("bias", "bias+gelu", "bias+residual")
+
+
+def test_no_name_says_residual_outside_the_layers(load: Load) -> None:
+    config = {**SIZES, "model_type": "xmod", "architectures": ["XmodForMaskedLM"], "pad_token_id": 0}
+    workload = load({**config, "languages": ["en_XX"], "default_language": "en_XX"})
+    found = proposals(workload)
+    assert "go by the layers' names" in workload.notes[0]
+    assert (found["output.dense"], found["lm_head.dense"]) == ("bias+residual", "bias")
+
+
+@pytest.mark.parametrize(
+    ("path", "residual"),
+    [
+        ("encoder.layer.0.proj", True),
+        ("transformer.h.0.proj", True),
+        ("encoder.proj", False),
+        ("lm_head.0.proj", False),
+        ("lm_head.proj", False),
+        ("heads.0.transform.proj", False),
+        ("towers.0.pooler.proj", False),
+    ],
+)
+def test_names_of_layers_with_a_residual(path: str, residual: bool) -> None:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    model: Any = nn.Module()
+    model.config = PretrainedConfig()
+    gemms = [Gemm(path.replace("proj", "fc1"), 8, 8), Gemm(path, 8, 8)]
+    assert after_by_names(model, gemms)[path] == After(residual=residual)
+
+
+def test_inputs_that_differ_are_not_merged(load: Load) -> None:
+    config = {"model_type": "detr", "architectures": ["DetrModel"], "d_model": 64, "use_timm_backbone": False}
+    config |= {"use_pretrained_backbone": False, "encoder_layers": 1, "decoder_layers": 1}
+    paths = {layer.path for layer in load(config, fuse=True).layers}
+    assert "encoder.layers.0.self_attn.v_proj" in paths
+    assert not any("qkv_proj" in path for path in paths)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def watched(forward: Forward) -> dict[str, After]:
 
     def linear(name: str) -> Callable[[Tensor], Tensor]:
         module = torch.nn.Linear(8, 8, device="meta")
-        module.register_forward_hook(lambda module, args, out: recorder.gemm([name], out))
+        module.register_forward_hook(lambda module, args, out: recorder.gemm([name], args[0], out))
         return module
 
     g, u = linear("g"), linear("u")
@@ -103,6 +103,19 @@ def test_activations_are_told_by_what_they_compute(activation: Callable[[Tensor]
         # Rows of out are not rows of the residual.
         (lambda x, g, u: g(x).view(2, 3, 2, 4) + torch.empty(2, 3, 2, 4), NONE),
         (lambda x, g, u: g(x).transpose(1, 2) + x.transpose(1, 2), NONE),
+        # In another order of rows, as windows are; or of columns; and what is swapped back is no simpler.
+        (lambda x, g, u: x.transpose(0, 1).reshape(2, 3, 8) + g(x).transpose(0, 1).reshape(2, 3, 8), NONE),
+        (lambda x, g, u: x + g(x).permute(1, 0, 2).reshape(2, 3, 8), NONE),
+        (lambda x, g, u: x + F.silu(g(x)).transpose(0, 1).reshape(2, 3, 8), After("silu")),
+        (lambda x, g, u: torch.empty(8, 8) + g(torch.empty(8, 8)).t(), NONE),
+        (lambda x, g, u: x + g(x.transpose(0, 1)).unflatten(0, (3, 1)).reshape(2, 3, 8), RESIDUAL),
+        # In another dtype than that of the output, before the sum or after it.
+        (lambda x, g, u: x.double() + g(x), NONE),
+        (lambda x, g, u: x.bfloat16() + g(x), NONE),
+        (lambda x, g, u: x.double() + g(x).double(), NONE),
+        (lambda x, g, u: x.bfloat16() + g(x).bfloat16(), NONE),
+        (lambda x, g, u: x.double().add_(g(x)), NONE),
+        (lambda x, g, u: x.double() + F.silu(g(x)), After("silu")),
         # Looked at on the way, as models do that clamp what overflows.
         (lambda x, g, u: (y := g(x)).isinf().any() and x + y, NONE),
     ],
@@ -124,6 +137,15 @@ def test_residuals_are_sums_with_a_whole_tensor(forward: Forward, after: After) 
         (lambda x, g, u: (F.silu(g(x)) * (y := u(x)), y), After("silu"), NONE),
         (lambda x, g, u: F.silu(y := g(x)) * u(y), NONE, NONE),
         (lambda x, g, u: F.silu(g(x)) * u(x) * 2, After("silu", times="u"), NONE),
+        # Other elements of up than those of gate, both in the wrong order, and other inputs.
+        (lambda x, g, u: F.silu(g(x).transpose(0, 1)) * u(x).reshape(3, 2, 8), After("silu"), NONE),
+        (lambda x, g, u: F.silu(g(x)) * u(x).permute(1, 0, 2).reshape(2, 3, 8), After("silu"), NONE),
+        (lambda x, g, u: F.silu(g(x)) * u(x + 1), After("silu"), NONE),
+        (lambda x, g, u: F.silu(g(x)) * u(torch.empty(SHAPE)), After("silu"), NONE),
+        (lambda x, g, u: F.silu(g(x)) * u(x.transpose(0, 1).reshape(SHAPE)), After("silu"), NONE),
+        (lambda x, g, u: F.silu(g(x[:1])) * u(x), After("silu"), NONE),
+        # The same input by another view of it.
+        (lambda x, g, u: F.silu(g(x.view(6, 8))) * u(x.view(6, 8)), After("silu", times="u"), NONE),
         # Of two outputs that are added, the later one can take the earlier one.
         (lambda x, g, u: g(x) + u(x), NONE, RESIDUAL),
         (lambda x, g, u: x + g(x) + u(x), RESIDUAL, RESIDUAL),
@@ -166,10 +188,46 @@ def test_a_stored_gate_is_taken_in_its_order_only(cut: Callable[[Tensor], tuple[
         lambda y: (y[:1], y[1:]),
         lambda y: (y[..., 2:6], y[..., 4:]),
         lambda y: (2 * y).chunk(2, dim=-1),
+        lambda y: y.transpose(0, 1).chunk(2, dim=-1),
+        lambda y: y.view(2, 3, 2, 4).transpose(2, 3).reshape(2, 3, 8).chunk(2, dim=-1),
+        lambda y: (y[..., :4], y[..., 4:].view(3, 2, 4).transpose(0, 1)),
     ],
 )
 def test_other_parts_are_no_halves(cut: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     assert watched(_glu(0, cut)) == {"g": NONE}
+
+
+def test_what_gemms_read() -> None:
+    def reads(forward: Forward) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        found = watched(forward)
+        return found["g"].reads, found["u"].reads
+
+    for same in (lambda x, g, u: (g(x), u(x)), lambda x, g, u: (g(x[None]), u(x.view(6, 8)), g(y := x + 1), u(y))):
+        g, u = reads(same)
+        assert g == u
+    assert len(g) == 2
+    for other in (
+        lambda x, g, u: (g(x), u(x + 0)),
+        lambda x, g, u: (g(x), u(x.transpose(0, 1))),
+        lambda x, g, u: (g(x), u(x.double().float())),
+        lambda x, g, u: (g(x), u(x.add_(1))),
+        lambda x, g, u: (g(x), u(x), g(x + 1), u(x)),
+        lambda x, g, u: (g(x), u(x), u(x)),
+        lambda x, g, u: u(g(x)),
+    ):
+        g, u = reads(other)
+        assert g != u
+
+
+def test_narrow_gates_are_not_multiplied_in_the_gemm() -> None:
+    """An output of one column, spread over those of another one."""
+    recorder = Recorder()
+    x, g, u = (torch.empty(shape, device="meta") for shape in ((3, 8), (3, 1), (3, 8)))
+    with recorder:
+        recorder.gemm(["g"], x, g)
+        recorder.gemm(["u"], x, u)
+        recorder.read(F.relu(g) * u)
+    assert recorder.after() == {"g": After("relu"), "u": NONE}
 
 
 def test_all_runs_of_a_layer_have_to_agree() -> None:

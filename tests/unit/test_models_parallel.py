@@ -128,6 +128,17 @@ def test_fuse_leaves_unlike_siblings(odd: Gemm) -> None:
     assert _fused(gemms) == [(g.path, g.n) for g in gemms]
 
 
+def test_fuse_leaves_siblings_of_other_inputs() -> None:
+    def reading(*reads: tuple[int, ...]) -> list[Gemm]:
+        names = ("q_proj", "k_proj", "v_proj")
+        return [Gemm(f"a.{name}", 8, 4, after=After(reads=r)) for name, r in zip(names, reads, strict=True)]
+
+    # Position embeddings are added to queries and keys only.
+    assert _fused(detr := reading((1,), (1,), (2,))) == [(g.path, g.n) for g in detr]
+    assert _fused(reading((1, 7), (1, 7), (1, 7))) == [("a.qkv_proj", 24)]
+    assert len(_fused(reading((1, 7), (1, 7), (1, 8)))) == 3
+
+
 def test_fuse_leaves_cross_attention_and_other_directions() -> None:
     names = ("q_proj", "k_proj", "v_proj")
     cross = [Gemm(f"a.{name}", 8, 4, cross=True) for name in names]
