@@ -6,7 +6,11 @@ unwritten, and some strides get past it; nothing outside the limits may reach it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch.autograd import forward_ad
 
 #: Operands of this many elements or more go to the library: kernels index tiles with 32 bits.
 MAX_ELEMENTS = 1 << 31
@@ -45,6 +49,36 @@ def transposed(tensor: torch.Tensor) -> bool:
     return row_stride == 1 and column_stride >= rows and not by_rows
 
 
+#: The number of modes that see every operator (FakeTensorMode, make_fx), the innermost transform of torch.func, if
+#: any, and whether torch.jit.trace is at work.
+modes = torch._C._len_torch_dispatch_stack
+transform = torch._C._functorch.peek_interpreter_stack
+is_tracing = torch._C._is_tracing
+_unpack_dual: Any = forward_ad.unpack_dual
+
+
+def is_watched() -> bool:
+    """Whether torch has to see each operator itself: it would not see what a kernel computes."""
+    return bool(modes() or transform() or is_tracing())
+
+
+def has_tangent(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether forward-mode differentiation goes through one of `tensors`."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(t is not None and _unpack_dual(t).tangent is not None for t in tensors)
+
+
+def address_flaw(tensor: torch.Tensor, align: int) -> str | None:
+    """The name of the limit that is broken by where a non-empty tensor lies, or by memory that isn't its value: that
+    has none (a wrapper, a tensor of zeros without memory), or the value is the negative of it. Only complex tensors,
+    which no kernel takes, can be conjugates. Raises `RuntimeError` for one without storage."""
+    address = tensor.data_ptr()
+    if not address or tensor.is_neg():
+        return "subclass"
+    return "alignment" if address % align else None
+
+
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
     """A 2-D view of `tensor` with its last dimension as columns, None if it has none."""
     if tensor.dim() == 2:
@@ -56,18 +90,25 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a non-empty tensor, and the one after its last."""
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    """First byte of a tensor, and the one after its last."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    # What is empty counts as contiguous.
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return start, start + (reach + 1) * tensor.element_size()
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the address ranges of two tensors meet; they may interleave without sharing an element."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not (one.numel() and other.numel()):
-        return False
-    (a, b), (c, d) = _span(one), _span(other)
-    return a < d and c < b
+def overlap(one: torch.Tensor, others: Iterable[torch.Tensor | None]) -> bool:
+    """Whether the address range of a tensor meets that of one of `others`; they may interleave without sharing an
+    element. Storages tell nothing: several may lie in one allocation, as those of DLPack do."""
+    first, end = _span(one)
+    for other in others:
+        if other is not None:
+            a, b = _span(other)
+            if max(first, a) < min(end, b):
+                return True
+    return False
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:

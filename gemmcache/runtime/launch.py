@@ -15,6 +15,7 @@ from gemmcache.runtime.call import Form, Operands
 from gemmcache.runtime.dispatch import Choice
 from gemmcache.runtime.guards import (
     MAX_ELEMENTS,
+    address_flaw,
     as_matrix,
     matrix_flaw,
     overlap,
@@ -57,15 +58,17 @@ class Launch:
             tensor: Any = operands[place]
             if shape is not None:
                 tensor = tensor.reshape(shape)
-            if tensor.data_ptr() % align:
-                return "alignment"
+            flaw = address_flaw(tensor, align)
+            if flaw is not None:
+                return flaw
             found.append(tensor)
         out = operands.out
         if out is not None:
             if _is_read_elsewhere(out, operands):
                 return "out"
-            if out.data_ptr() % self.align:
-                return "alignment"
+            flaw = address_flaw(out, self.align)
+            if flaw is not None:
+                return flaw
         return found
 
     def new_out(self, x: Tensor) -> Tensor:
@@ -80,7 +83,7 @@ def _is_read_elsewhere(out: Tensor, operands: Operands) -> bool:
     residual = operands.residual
     read = (operands.x, operands.w, operands.bias, operands.scale_a, operands.scale_b)
     others = read if residual is out else (*read, residual)
-    return any(t is not None and overlap(out, t) for t in others)
+    return overlap(out, others)
 
 
 def layouts_of(form: Form, operands: Operands) -> tuple[str, str]:
@@ -115,7 +118,7 @@ def prepare(choice: Choice, family: ProblemFamily, form: Form, operands: Operand
     except RuntimeError:
         # A tensor without strides.
         return "subclass"
-    return flaw or _launch(choice.function, choice, form, operands)
+    return flaw or _launch_of(choice.function, choice, form, operands)
 
 
 def _layout_flaw(choice: Choice, family: ProblemFamily, operands: Operands, out_divisor: int) -> str | None:
@@ -144,7 +147,7 @@ def _layout_flaw(choice: Choice, family: ProblemFamily, operands: Operands, out_
     return matrix_flaw(target, out_divisor)
 
 
-def _launch(function: Callable[..., Any], choice: Choice, form: Form, operands: Operands) -> Launch:
+def _launch_of(function: Callable[..., Any], choice: Choice, form: Form, operands: Operands) -> Launch:
     single = form.epilogue.scale == "tensor"
     out_shape = (form.m, form.shape[-1])
     shapes: dict[str, Shape] = {

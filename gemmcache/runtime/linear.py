@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.autograd import forward_ad
 
 from gemmcache.errors import DeviceError, MissError
 from gemmcache.ladder import BETWEEN
@@ -17,13 +16,14 @@ from gemmcache.runtime.call import Form, Operands
 from gemmcache.runtime.counters import Counters
 from gemmcache.runtime.devices import CudaDevices
 from gemmcache.runtime.dispatch import Choice, Dispatcher
-from gemmcache.runtime.fallback import by_library
+from gemmcache.runtime.fallback import by_library, by_torch
+from gemmcache.runtime.guards import has_tangent, is_tracing, is_watched, modes, transform
+from gemmcache.runtime.kinds import PLAIN, Recent, kind_of
 from gemmcache.runtime.launch import Launch, layouts_of, prepare, smallest_arguments
 
-_PLAIN = (Tensor, Parameter)
 _UNKNOWN_FAMILY = Choice(None, None, "family")
-#: Kinds of calls that are remembered; every m is one of its own.
-_MOST_KINDS = 4096
+#: Kinds of calls that are remembered, and up to twice as many; every m is one of its own. One takes 1.2 KB.
+_MOST_KINDS = 1 << 15
 
 _linear = torch.nn.functional.linear
 _is_compiling = torch.compiler.is_compiling
@@ -54,7 +54,7 @@ class Linear:
     `out_dtype`, else x's, else (for operands of 8 bits) bfloat16.
 
     Every call is counted once. Anything outside a kernel's declared limits goes to the library and gives what torch
-    gives: empty operands, other layouts and dtypes, gradients, autocast, other devices.
+    gives: empty operands, other layouts and dtypes, gradients, autocast, other devices, modes and transforms of torch.
 
     Raises `UsageError` for operands that do not fit, `MissError` for a problem without an entry if the bundle was
     loaded so, `DeviceError` in a process forked after loading.
@@ -73,7 +73,7 @@ class Linear:
         self._raise_on_miss = raise_on_miss
         self._families = dict(dispatchers)
         # By all of a call that a decision depends on, so that nothing is derived and checked twice.
-        self._decisions: dict[tuple[Any, ...], Decision] = {}
+        self._decisions: Recent[Decision] = Recent(_MOST_KINDS)
 
     def __call__(
         self,
@@ -98,9 +98,11 @@ class Linear:
         if _is_compiling():
             # A traced graph holds the library's ops; counting would not survive tracing.
             return by_library(Form.of(operands, activation, gate, out_dtype), operands)
+        if is_watched() or getattr(x, "is_nested", False) or getattr(w, "is_nested", False):
+            return by_torch(operands, activation, gate, out_dtype, self._counters.fallbacks["subclass"].hit)
         decision = self._decision(operands, activation, gate, out_dtype)
         if decision.launch is not None:
-            return self._launch(decision.launch, decision.form, operands)
+            return self._by_kernel(decision, decision.launch, operands)
         decision.hit()
         if decision.miss is not None and self._raise_on_miss:
             raise MissError(decision.miss, remedy="tune and build it, or load with on_miss='library'")
@@ -110,11 +112,12 @@ class Linear:
         """The short way for what engines call all day: an entry and 2-D operands alone, of a kind that was seen before.
         None if anything about the call is not as plain as that; the long way then finds out what.
         """
-        if type(x) not in _PLAIN or type(w) not in _PLAIN or _is_compiling():
+        # `is_watched`, without calling it.
+        if type(x) not in PLAIN or type(w) not in PLAIN or _is_compiling() or modes() or transform() or is_tracing():
             return None
         try:
             device = x.device
-            decision = self._decisions.get(
+            decision = self._decisions.young.get(
                 (x.shape, x.stride(), x.dtype, device, w.shape, w.stride(), w.dtype, w.device)
             )
             if decision is None or decision.miss is not None:
@@ -122,8 +125,13 @@ class Linear:
             launch = decision.launch
             if launch is not None and (
                 not launch.as_given
-                or x.data_ptr() % launch.align
-                or w.data_ptr() % launch.align
+                or not (a := x.data_ptr())
+                or not (b := w.data_ptr())
+                or a % launch.align
+                or b % launch.align
+                or x.is_neg()
+                or w.is_neg()
+                or forward_ad._current_level >= 0
                 or (_is_grad_enabled() and (x.requires_grad or w.requires_grad))
                 or _is_autocast_enabled(self._on.type)
                 or not self._on.is_current(device)
@@ -148,7 +156,7 @@ class Linear:
     ) -> Decision:
         """What serves the call, remembered for calls like it."""
         try:
-            key = _kind(operands, activation, gate, out_dtype)
+            key = kind_of(operands, activation, gate, out_dtype)
             found = None if key is None else self._decisions.get(key)
         except (RuntimeError, TypeError):
             # A tensor without strides, and words that are no words.
@@ -156,18 +164,18 @@ class Linear:
         if found is None:
             found = self._decide(Form.of(operands, activation, gate, out_dtype), operands)
             if key is not None:
-                if len(self._decisions) >= _MOST_KINDS:
-                    self._decisions.clear()
-                self._decisions[key] = found
+                self._decisions.put(key, found)
         return found
 
-    def _launch(self, launch: Launch, form: Form, operands: Operands) -> Tensor:
+    def _by_kernel(self, decision: Decision, launch: Launch, operands: Operands) -> Tensor:
         """By the kernel, unless this very call's tensors or the state of torch keep it from it."""
         arguments: list[Tensor] | str
         if _is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
             arguments = "autograd"
         elif _is_autocast_enabled(self._on.type):
             arguments = "autocast"
+        elif has_tangent(operands):
+            arguments = "subclass"
         else:
             try:
                 arguments = launch.arguments(operands)
@@ -176,7 +184,7 @@ class Linear:
                 arguments = "subclass"
         if isinstance(arguments, str):
             self._counters.fallbacks[arguments].hit()
-            return by_library(form, operands)
+            return by_library(decision.form, operands)
         if self.forked:
             raise DeviceError(
                 "this process was forked after the bundle was loaded",
@@ -185,7 +193,7 @@ class Linear:
         x, out = operands.x, operands.out
         result = launch.new_out(x) if out is None else out.view(launch.out_shape)
         a, b, *rest = arguments
-        self._counters.kernel.hit()
+        decision.hit()
         if self._on.is_current(x.device):
             launch.function(a, b, result, *rest)
         else:
@@ -227,7 +235,7 @@ class Linear:
     def _flaw(self, operands: Operands) -> str | None:
         tensors = [t for t in operands if t is not None]
         device = operands.x.device
-        if any(type(t) not in _PLAIN for t in tensors):
+        if any(type(t) not in PLAIN for t in tensors):
             return "subclass"
         if not self._on.serves(device) or any(t.device != device for t in tensors):
             return "device"
@@ -245,22 +253,3 @@ class Linear:
                         done.add(entry.kernel)
             self._on.wait()
         return len(done)
-
-
-def _kind(
-    operands: Operands, activation: str | None, gate: str | None, out_dtype: torch.dtype | None
-) -> tuple[Any, ...] | None:
-    """All of a call that its decision depends on; None if it has to be made anew each time."""
-    x, w, *others = operands
-    if type(x) not in _PLAIN or type(w) not in _PLAIN:
-        return None
-    kind = (x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device)
-    rest: list[Any] = [activation, gate, out_dtype]
-    for tensor in others:
-        if tensor is None:
-            rest.append(None)
-        elif type(tensor) in _PLAIN:
-            rest += tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        else:
-            return None
-    return (*kind, *rest) if any(word is not None for word in rest) else kind

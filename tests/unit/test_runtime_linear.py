@@ -225,12 +225,29 @@ def test_a_kind_of_call_is_decided_once(monkeypatch):
 def test_what_is_remembered_of_calls_is_bounded(monkeypatch):
     monkeypatch.setattr(runtime_linear, "_MOST_KINDS", 5)
     linear, counters, _ = linear_of()
+    decided, decide = [], linear._decide
+    monkeypatch.setattr(linear, "_decide", lambda form, operands: decided.append(form.m) or decide(form, operands))
     w = data(N, K)
     for m in list(range(1, 70)) * 2:
         x = data(m, K)
         torch.testing.assert_close(linear(x, w).float(), expected(x, w), rtol=2e-2, atol=2e-2)
-        assert len(linear._decisions) <= 5
-    assert counters.snapshot()["calls"] == 2 * 69
+        linear(data(4, K), w)
+        assert len(linear._decisions) <= 10
+    assert counters.snapshot()["calls"] == 4 * 69
+    # What is used all the time is never dropped for what is not.
+    assert decided.count(4) == 1
+
+
+def test_a_server_with_ragged_batches_decides_each_kind_once(monkeypatch):
+    table = DispatchTable(FAMILY, tuple(Entry(m, KERNEL, TUNED, "a" * 64, RECORD) for m in range(16, 5008, 16)))
+    functions = {"a" * 64: (lambda *arguments: None, 8, 16)}
+    linear = Linear({FAMILY: Dispatcher(table, functions)}, Counters(), CpuDevices(), False)
+    big, w = data(5000, K), data(N, K)
+    for m in range(1, 5001):
+        linear(big[:m], w)
+    monkeypatch.setattr(linear, "_decide", lambda *a: pytest.fail("the kind was seen before"))
+    for m in range(1, 5001):
+        linear(big[:m], w)
 
 
 def test_pointers_are_looked_at_in_every_call():
