@@ -18,6 +18,7 @@ from gemmcache.records.interface import (
     KERNEL,
     LIBRARY,
     OK,
+    PROTOCOL,
     WRONG,
     MeasurementPolicy,
     Trial,
@@ -114,7 +115,8 @@ def configs() -> st.SearchStrategy[Config]:
 
 def policies() -> st.SearchStrategy[MeasurementPolicy]:
     counts = st.integers(0, 1000)
-    return st.builds(MeasurementPolicy, *([counts] * len(MeasurementPolicy.__dataclass_fields__)))
+    fields = dict.fromkeys(MeasurementPolicy.__dataclass_fields__, counts)
+    return st.builds(MeasurementPolicy, **{**fields, "version": st.integers(1, PROTOCOL)})
 
 
 def trials(statuses: tuple[str, ...] = (OK, WRONG, FAILED, FLAGGED)) -> st.SearchStrategy[Trial]:

@@ -72,13 +72,15 @@ def call_times(path: str) -> dict[str, float]:
     import torch
 
     import gemmcache
+    from gemmcache.problem import ProblemFamily
 
     warnings.simplefilter("ignore")
     bundle = gemmcache.load(path)
     found: dict[str, float] = {}
     for family, dispatcher in sorted(bundle.dispatchers.items(), key=lambda item: item[0].n):
         for entry in dispatcher.table.entries:
-            if entry.m <= 256 and f"linear_{entry.choice}" not in found and not family.epilogue:
+            plain = family == ProblemFamily.of(family.n, family.k)
+            if entry.m <= 256 and f"linear_{entry.choice}" not in found and plain:
                 shapes = (entry.m, family.k), (family.n, family.k), (entry.m, family.n)
                 x, w, out = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes)
                 with torch.inference_mode():

@@ -20,6 +20,8 @@ KERNEL, LIBRARY = "kernel", "library"
 UNBOUNDED_ERROR = 1e9
 
 
+#: Version of the protocol in `gemmcache.tuning`. A record of a newer one can't be judged here, and does not decode.
+PROTOCOL = 3
 #: Fields of the protocol by the version that brought them.
 _SINCE = {2: ("decision_rounds", "prune_milli"), 3: ("calm_rounds", "pause_ms", "heavy_us")}
 
@@ -54,7 +56,7 @@ class MeasurementPolicy:
     bootstrap: int = 400
     seed: int = 0
     #: Version of the protocol in `gemmcache.tuning`. 1 ran all candidates, and finals decided; 2 had no calm rounds.
-    version: int = 3
+    version: int = PROTOCOL
 
     def __post_init__(self) -> None:
         for name in _later_than(self.version):
@@ -66,7 +68,7 @@ class MeasurementPolicy:
 
     @classmethod
     def from_fields(cls, fields: codec.Fields) -> MeasurementPolicy:
-        later = _later_than(fields.integer("version"))
+        later = _later_than(fields.integer("version", low=1, high=PROTOCOL))
         policy = cls(**{n: 0 if n in later else fields.integer(n) for n in cls.__dataclass_fields__})
         fields.done()
         return policy
