@@ -61,6 +61,10 @@ class Target:
         """
         return {"arch": self.arch, "sm_count": self.sm_count, "product": self.product}
 
+    def is_sibling(self, other: Target) -> bool:
+        """Whether both have the same arch and SM count, and differ in memory and clocks at most."""
+        return (self.arch, self.sm_count) == (other.arch, other.sm_count)
+
     def __str__(self) -> str:
         return f"{self.product} ({self.arch}, {self.sm_count} SMs)"
 

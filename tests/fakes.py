@@ -99,8 +99,8 @@ class MemoryRecords:
         same = [r for r in found if r.environment == environment]
         return (same or found or [None])[-1]
 
-    def on_target(self, target: Target) -> list[TuningRecord]:
-        return [r for r in self.records if r.environment.target.key == target.key]
+    def on_siblings(self, target: Target) -> list[TuningRecord]:
+        return [r for r in self.records if r.environment.target.is_sibling(target)]
 
     def put(self, record: TuningRecord) -> None:
         self.records.append(record)

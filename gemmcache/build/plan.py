@@ -27,7 +27,7 @@ class RecordSource(Protocol):
         self, problem: Problem, target: Target, environment: Environment | None = None
     ) -> TuningRecord | None: ...
 
-    def on_target(self, target: Target) -> Iterable[TuningRecord]: ...
+    def on_siblings(self, target: Target) -> Iterable[TuningRecord]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Planner:
                     missing.append(problem)
                     config = None
                     if untuned == "predict":
-                        predictor = predictor or Predictor(self.records.on_target(target), self.families, target)
+                        predictor = predictor or Predictor(self.records.on_siblings(target), self.families, target)
                         config = predictor.predict(problem)
                     entry, spec = self._predicted(problem, target, config)
                 else:

@@ -22,23 +22,27 @@ _UNSEEN, _NEEDED = 0.08, 0.02
 
 
 class Predictor:
-    """Predicts choices on one target from the records measured there and the families' cost models."""
+    """Predicts choices on one target from the records measured there, or on its siblings, and the cost models."""
 
     def __init__(self, records: Iterable[TuningRecord], families: Mapping[str, KernelFamily], target: Target) -> None:
         self.families, self.target = families, target
-        self._records: dict[ProblemFamily, list[TuningRecord]] = {}
+        #: Records by what neighbours have in common: those of this product, and of its siblings.
+        self._own: dict[ProblemFamily, list[TuningRecord]] = {}
+        self._siblings: dict[ProblemFamily, list[TuningRecord]] = {}
         for record in records:
-            if record.environment.target.key == target.key:
-                self._records.setdefault(_kind(record.problem.family), []).append(record)
+            measured_on = record.environment.target
+            if measured_on.is_sibling(target):
+                layer = self._own if measured_on.key == target.key else self._siblings
+                layer.setdefault(_kind(record.problem.family), []).append(record)
 
     def predict(self, problem: Problem) -> Config | None:
         """The config expected to serve `problem` best, None for the library (also if nothing computes it).
 
         The nearest tuned problems with the same dtypes, layouts and epilogue, within a factor of two in m and of four
-        in n and k, vote by what each config gained over the library there. Without any the config of the smallest
-        estimate is taken.
+        in n and k, vote by what each config gained over the library there: those measured on this product, else those
+        on one of the same arch and SM count. Without any the config of the smallest estimate is taken.
         """
-        neighbours = self._nearest(problem)
+        neighbours = _nearest(problem, self._own) or _nearest(problem, self._siblings)
         if not neighbours:
             return cheapest(problem, self.target, self.families)
         gains = [(weight, _gains(record)) for weight, record in neighbours]
@@ -52,19 +56,20 @@ class Predictor:
             best = vote if best is None else min(best, vote, key=lambda v: v[:2])
         return best[2] if best is not None and -best[0] > _NEEDED else None
 
-    def _nearest(self, problem: Problem) -> list[tuple[float, TuningRecord]]:
-        """The nearest records with their weights, which fall with the distance from the nearest one."""
-        family = problem.family
-        near: list[tuple[float, TuningRecord]] = []
-        for record in self._records.get(_kind(family), ()):
-            other = record.problem.family
-            m, n, k = (
-                abs(log2(a / b)) for a, b in ((record.problem.m, problem.m), (other.n, family.n), (other.k, family.k))
-            )
-            if m <= _REACH_M and n <= _REACH_NK and k <= _REACH_NK:
-                near.append((_WEIGHT_M * m + n + k, record))
-        near.sort(key=lambda found: (found[0], found[1].digest))
-        return [(exp(near[0][0] - distance), record) for distance, record in near[:_ASKED]]
+
+def _nearest(problem: Problem, records: Mapping[ProblemFamily, list[TuningRecord]]) -> list[tuple[float, TuningRecord]]:
+    """The nearest records with their weights, which fall with the distance from the nearest one."""
+    family = problem.family
+    near: list[tuple[float, TuningRecord]] = []
+    for record in records.get(_kind(family), ()):
+        other = record.problem.family
+        m, n, k = (
+            abs(log2(a / b)) for a, b in ((record.problem.m, problem.m), (other.n, family.n), (other.k, family.k))
+        )
+        if m <= _REACH_M and n <= _REACH_NK and k <= _REACH_NK:
+            near.append((_WEIGHT_M * m + n + k, record))
+    near.sort(key=lambda found: (found[0], found[1].digest))
+    return [(exp(near[0][0] - distance), record) for distance, record in near[:_ASKED]]
 
 
 def _kind(family: ProblemFamily) -> ProblemFamily:

@@ -169,9 +169,10 @@ class Records:
         below = (r for r in self._shipped().all() if r.digest not in hidden)
         return (*(Layered(r, USER) for r in own), *(Layered(r, SHIPPED) for r in below))
 
-    def on_target(self, target: Target) -> tuple[TuningRecord, ...]:
-        """Every record of both layers that was measured on `target`'s product, the user's first."""
-        return tuple(f.record for f in self.all() if f.record.environment.target.key == target.key)
+    def on_siblings(self, target: Target) -> tuple[TuningRecord, ...]:
+        """Every record of both layers that was measured on `target`'s product or one of the same arch and SM count,
+        the user's first."""
+        return tuple(f.record for f in self.all() if f.record.environment.target.is_sibling(target))
 
     def hides_newer(self, records: Iterable[TuningRecord]) -> int:
         """How many of `records`, if they are the user's, go before shipped records that are newer."""

@@ -130,6 +130,18 @@ def test_a_tuned_neighbour_decides_before_the_cost_model():
     assert elsewhere.predict(B.at(16)) == cheapest(B.at(16), H200, FAMILIES)
 
 
+def test_a_sibling_product_decides_where_nothing_was_measured_on_the_target_itself():
+    config, own = configs()[17], configs()[5]
+    sibling = record(A.at(16), (config, 10.0), target=TARGETS["h100"])
+    assert Predictor([sibling], FAMILIES, H200).predict(B.at(16)) == config
+    # What the product itself says goes before, however far away.
+    far = record(A.at(32), (own, 15.0))
+    assert Predictor([sibling, far], FAMILIES, H200).predict(B.at(16)) == own
+    made = plan([sibling], ms=(16,))
+    (entry,) = made.tables[0].entries
+    assert (entry.choice, entry.origin, entry.record, made.driver) == (KERNEL, PREDICTED, None, None)
+
+
 def test_a_neighbour_that_the_library_won_predicts_the_library():
     lost = record(A.at(16), (configs()[0], 30.0), choice="library")
     assert Predictor([lost], FAMILIES, H200).predict(B.at(16)) is None
