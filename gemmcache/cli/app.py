@@ -16,6 +16,7 @@ from gemmcache.errors import EXIT_INTERRUPT, EXIT_TOOL, EXIT_USAGE, GemmcacheErr
 COMMANDS: dict[str, str] = {
     "shapes": "List the GEMMs of a model config, a trace or a list.",
     "tune": "Measure kernels on this machine's GPU and record the winners.",
+    "pack": "Compile candidates for a GPU machine that has no compiler.",
     "records": "List, show, exchange and remove tuning records.",
     "build": "Compile the winners for a model into a bundle; needs no GPU.",
     "inspect": "Show what is in a bundle.",

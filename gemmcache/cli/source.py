@@ -24,12 +24,22 @@ def _ms(context: click.Context, parameter: click.Parameter, value: str | None) -
 
 
 def source_options(function: F) -> F:
+    """Adds SOURCE and its options; see `_source_options`."""
+    return _source_options(function, required=True)
+
+
+def optional_source_options(function: F) -> F:
+    """`source_options` of a command that can do without SOURCE, which is None then."""
+    return _source_options(function, required=False)
+
+
+def _source_options(function: F, required: bool) -> F:
     """Adds SOURCE, `--fuse`, `--tp`, `--dtype`, `--epilogues` and `--m`: parameters `source: str`, `fuse: bool`,
     `tp: int`, `dtype: str | None`, `epilogues: str` (of `models.interface.EPILOGUES`) and
     `ms: tuple[int, ...] | None` (ascending, None for the source's own)."""
     for decorate in reversed(
         (
-            click.argument("source"),
+            click.argument("source", required=required),
             click.option(
                 "--fuse",
                 is_flag=True,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from importlib import metadata
 
-from gemmcache.errors import UnsupportedError
+from gemmcache.errors import UnsupportedError, UsageError
 from gemmcache.kernels.interface import KernelFamily
 from gemmcache.kernels.operators import OperatorsFamily
 from gemmcache.kernels.quack import QuackFamily
@@ -46,6 +47,23 @@ def kernel_families() -> dict[str, KernelFamily]:
                 f"kernel family '{point.name}' ({point.value}) can't be loaded: {error}", remedy="uninstall or fix it"
             ) from error
     return dict(sorted(families.items()))
+
+
+def chosen_families(names: Sequence[str]) -> list[KernelFamily]:
+    """The installed families of these names, all of them if there are none. Raises `UsageError` for another name."""
+    installed = kernel_families()
+    unknown = [name for name in names if name not in installed]
+    if unknown:
+        raise UsageError(f"kernel family '{unknown[0]}' is not installed", remedy=f"installed: {', '.join(installed)}")
+    return [family for name, family in installed.items() if not names or name in names]
+
+
+def known_families(names: Iterable[str]) -> list[KernelFamily]:
+    """Those of `names` whose spaces and cost models are known here, whether or not their packages are installed."""
+    known: dict[str, KernelFamily] = {**kernel_families()}
+    for name, made in _BUILT_IN.items():
+        known.setdefault(name, made())
+    return [known[name] for name in sorted(names) if name in known]
 
 
 def kernel_family(name: str) -> KernelFamily:

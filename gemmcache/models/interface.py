@@ -126,6 +126,11 @@ class Workload:
             weights.update({family.at(m): count * share for m, share in zip(ms, shares, strict=True)})
         return weights
 
+    def in_tuning_order(self, override: tuple[int, ...] | None = None) -> list[Problem]:
+        """Every problem: by family, so that a family's weights are made once; families that run most often first."""
+        counts = self.families()
+        return sorted(self.problems(override), key=lambda p: (-counts[p.family], str(p.family), p.m))
+
     def shares(self, family: ProblemFamily, override: tuple[int, ...] | None = None) -> list[float] | None:
         """The share of the traffic that each of `ms(family, override)` answers for; None if none is known."""
         ms = self.ms(family, override)

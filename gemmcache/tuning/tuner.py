@@ -1,25 +1,19 @@
-"""Tuning a workload: candidates, compiled once, then one problem after another until all are in the records."""
+"""Tuning a workload: one problem after another, until all are in the records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Protocol
 
-from gemmcache.build.compile import Progress, compile_kernels
-from gemmcache.build.link import link
-from gemmcache.build.objects import ObjectCache
-from gemmcache.bundle.fs import storage_errors
-from gemmcache.codec import bytes_digest
-from gemmcache.environment import CUDA_MAJOR, Environment, Toolchain
-from gemmcache.errors import MeasurementError, MissingPackageError, StorageError
-from gemmcache.kernels.identity import kernel_digest
-from gemmcache.kernels.interface import Config, KernelFamily, KernelSpec
-from gemmcache.problem import Problem, ProblemFamily
-from gemmcache.records.interface import FAILED, KERNEL, MeasurementPolicy, Trial, TuningRecord
-from gemmcache.target import Host, Target
+from gemmcache.environment import CUDA_MAJOR, Environment
+from gemmcache.errors import MeasurementError
+from gemmcache.kernels.interface import Config
+from gemmcache.problem import Problem
+from gemmcache.records.interface import KERNEL, MeasurementPolicy, TuningRecord
+from gemmcache.target import Target
+from gemmcache.tuning.candidates import CandidateSource
 from gemmcache.tuning.interface import Candidate, Outcome
 from gemmcache.tuning.verdict import conclude
 from gemmcache.tuning.worker import Task
@@ -56,83 +50,13 @@ class Summary:
     failed: dict[Problem, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateSet:
-    """All candidates of one family of problems, compiled and linked."""
-
-    candidates: tuple[Candidate, ...]
-    broken: tuple[Trial, ...]
-    library: str
-    library_digest: str
-
-    @property
-    def order(self) -> Mapping[Config, int]:
-        return {c.config: c.order for c in self.candidates}
-
-
-def candidate_specs(
-    families: Sequence[KernelFamily], problem_family: ProblemFamily, target: Target
-) -> list[KernelSpec]:
-    """Specs of every valid config of every kernel family, in order, simplest first within a family."""
-    return [
-        family.spec(config, problem_family, target)
-        for family in families
-        for config in family.configs(problem_family, target)
-    ]
-
-
 class Tuner:
-    """Tunes problems with all `families` on the device behind `executor` and puts records into `records`.
-
-    `folder` holds the linked candidates while the run lasts.
-    """
+    """Tunes problems with the candidates of `source` on the device behind `executor`; records go into `records`."""
 
     def __init__(
-        self,
-        executor: Executor,
-        records: RecordSink,
-        families: Sequence[KernelFamily],
-        policy: MeasurementPolicy,
-        cache: ObjectCache,
-        toolchain: Toolchain,
-        host: Host,
-        folder: Path,
-        jobs: int | None = None,
+        self, executor: Executor, records: RecordSink, source: CandidateSource, policy: MeasurementPolicy
     ) -> None:
-        self.executor, self.records, self.families, self.policy = executor, records, families, policy
-        self.cache, self.toolchain, self.host, self.folder, self.jobs = cache, toolchain, host, folder, jobs
-        self._sets: dict[tuple[KernelSpec, ...], CandidateSet] = {}
-
-    def candidates(
-        self, problem_family: ProblemFamily, target: Target, progress: Progress | None = None
-    ) -> CandidateSet:
-        """The compiled candidates of a family of problems; families that need the same kernels share them."""
-        specs = candidate_specs(self.families, problem_family, target)
-        key = tuple(specs)
-        if key not in self._sets:
-            self._sets[key] = self._compile(specs, progress)
-        return self._sets[key]
-
-    def _compile(self, specs: list[KernelSpec], progress: Progress | None) -> CandidateSet:
-        digests = {kernel_digest(s, self.toolchain, self.host): s for s in specs}
-        objects, errors = compile_kernels(digests, self.cache, jobs=self.jobs, progress=progress)
-        candidates = tuple(
-            Candidate(spec.config, digest, i) for i, (digest, spec) in enumerate(digests.items()) if digest in objects
-        )
-        for error in errors.values():
-            # No fault of a candidate: recorded as one, it would hand the problem to the library for good.
-            if isinstance(error, (MissingPackageError, StorageError)):
-                raise error
-        if errors and not objects:
-            raise errors[min(errors)]
-        broken = tuple(Trial(digests[d].config, FAILED, detail=str(e)[:500]) for d, e in sorted(errors.items()))
-        if not objects:
-            return CandidateSet((), broken, "", "")
-        data = link(objects)
-        path = self.folder / f"{bytes_digest(data)}.so"
-        with storage_errors(f"can't write {path}"):
-            path.write_bytes(data)
-        return CandidateSet(candidates, broken, str(path), bytes_digest(data))
+        self.executor, self.records, self.source, self.policy = executor, records, source, policy
 
     def tune(
         self,
@@ -166,7 +90,7 @@ class Tuner:
         self, problem: Problem, target: Target, candidates: Sequence[Candidate], incumbent: Config | None
     ) -> tuple[Candidate, ...]:
         """The candidates that the cost models don't rule out by `policy.prune_milli`, and the incumbent."""
-        models = {f.name: f for f in self.families}
+        models = {f.name: f for f in self.source.families}
         estimates = {
             c.kernel: models[c.config.kernel_family].estimate_us(c.config, problem, target)
             for c in candidates
@@ -187,7 +111,7 @@ class Tuner:
     def _one(
         self, problem: Problem, environment: Environment, incumbent: Config | None, summary: Summary
     ) -> tuple[TuningRecord | None, str]:
-        made = self.candidates(problem.family, environment.target)
+        made = self.source.candidates(problem.family, environment.target)
         candidates = self._plausible(problem, environment.target, made.candidates, incumbent)
         held = next((c.kernel for c in made.candidates if c.config == incumbent), None)
         task = Task(problem, candidates, held, self.policy, made.library, made.library_digest, CUDA_MAJOR)

@@ -19,10 +19,11 @@ from gemmcache.problem import ProblemFamily
 from gemmcache.records.interface import MeasurementPolicy
 from gemmcache.records.layers import Records
 from gemmcache.target import Host
+from gemmcache.tuning.candidates import CandidateSet, CompiledCandidates
 from gemmcache.tuning.executor import WorkerExecutor
 from gemmcache.tuning.interface import LIBRARY_KEY, Candidate
 from gemmcache.tuning.search import search
-from gemmcache.tuning.tuner import CandidateSet, Tuner
+from gemmcache.tuning.tuner import Tuner
 from tests.fakes import ENVIRONMENT, TOOLCHAIN, FakeBench
 
 FAMILY = ProblemFamily.of(4096, 4096)
@@ -61,8 +62,9 @@ def main(records: str, folder: str, log: str, count: int) -> None:
     with WorkerExecutor(0, TOOLCHAIN, body=body) as executor, Records.open(records, shipped=False) as store:
         where = Path(folder)
         host = Host("x86_64", "x86-64-v3")
-        tuner = Tuner(executor, store, [], POLICY, ObjectCache(where), TOOLCHAIN, host, where)
-        tuner.candidates = lambda *_: CandidateSet(CANDIDATES, (), "", "")
+        source = CompiledCandidates([], ObjectCache(where), TOOLCHAIN, host, where)
+        source.candidates = lambda *_: CandidateSet(CANDIDATES, (), "", "")
+        tuner = Tuner(executor, store, source, POLICY)
         problems = [FAMILY.at(m) for m in range(1, count + 1)]
         tuner.tune(problems, progress=lambda problem, record, note: print(problem.m, note, flush=True))
 

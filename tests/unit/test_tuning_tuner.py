@@ -10,8 +10,9 @@ from gemmcache.kernels.interface import Config, KernelFamily
 from gemmcache.problem import ProblemFamily
 from gemmcache.records.interface import FAILED, KERNEL, LIBRARY, OK, Trial
 from gemmcache.target import Host
+from gemmcache.tuning.candidates import CandidateSet, CompiledCandidates
 from gemmcache.tuning.interface import Candidate
-from gemmcache.tuning.tuner import CandidateSet, Tuner
+from gemmcache.tuning.tuner import Tuner
 from tests.fakes import ENVIRONMENT, POLICY, TOOLCHAIN, FakeExecutor, MemoryRecords
 
 FAST, SLOW = (Config.of("fake", tile=(64, n)) for n in (64, 128))
@@ -29,20 +30,13 @@ def time_us(problem, config):
 @pytest.fixture
 def tuner(tmp_path, monkeypatch):
     def made(executor=None, records=None):
-        tuner = Tuner(
-            executor or FakeExecutor(time_us),
-            records if records is not None else MemoryRecords(),
-            [],
-            POLICY,
-            ObjectCache(tmp_path),
-            TOOLCHAIN,
-            Host("x86_64", "x86-64-v3"),
-            tmp_path,
-        )
+        source = CompiledCandidates([], ObjectCache(tmp_path), TOOLCHAIN, Host("x86_64", "x86-64-v3"), tmp_path)
         candidates = (Candidate(FAST, "a" * 64, 0), Candidate(SLOW, "b" * 64, 1))
         broken = (Trial(Config.of("fake", tile=(1, 1)), FAILED, detail="does not compile"),)
-        monkeypatch.setattr(tuner, "candidates", lambda *_: CandidateSet(candidates, broken, "", ""))
-        return tuner
+        monkeypatch.setattr(source, "candidates", lambda *_: CandidateSet(candidates, broken, "", ""))
+        return Tuner(
+            executor or FakeExecutor(time_us), records if records is not None else MemoryRecords(), source, POLICY
+        )
 
     return made
 
@@ -59,10 +53,10 @@ class Model(KernelFamily):
 
 def test_what_the_cost_model_rules_out_is_not_run_unless_it_is_the_incumbent(tuner):
     made = tuner()
-    made.families = [Model()]
+    made.source.families = [Model()]
     record = made.tune(PROBLEMS[:1]).tuned[0]
     assert [t.config for t in record.trials if t.status == OK] == [FAST]
-    candidates = made.candidates(FAMILY, ENVIRONMENT.target).candidates
+    candidates = made.source.candidates(FAMILY, ENVIRONMENT.target).candidates
     kept = made._plausible(PROBLEMS[0], ENVIRONMENT.target, candidates, SLOW)
     assert [c.config for c in kept] == [FAST, SLOW]
 
