@@ -120,8 +120,9 @@ def test_a_deadly_candidate_costs_itself_and_a_wrong_one_loses():
     assert len(outcome.baseline_us) == MeasurementPolicy().decision_rounds + MeasurementPolicy().calm_rounds
 
 
-def test_tune_then_build_then_serve(tmp_path, monkeypatch):
-    """The whole way on this machine, for a family of problems that nothing is shipped for."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_tune_then_build_then_serve(packed, tmp_path, monkeypatch):
+    """The whole way on this machine, for a family of problems that nothing is shipped for, also by way of a pack."""
     pytest.importorskip("cutlass")
     import json
     import warnings
@@ -134,7 +135,10 @@ def test_tune_then_build_then_serve(tmp_path, monkeypatch):
     monkeypatch.setenv("GEMMCACHE_CACHE_DIR", os.environ.get("GEMMCACHE_CACHE_DIR", str(tmp_path / "cache")))
     source = tmp_path / "problems.json"
     source.write_text(json.dumps([{"n": 3072, "k": 2048, "dtype": "bf16", "ms": [64, 128]}]))
-    assert run(["tune", str(source)]) == 0
+    pack = tmp_path / "x.pack"
+    if packed:
+        assert run(["pack", str(source), "--out", str(pack)]) == 0
+    assert run(["tune", "--pack", str(pack)] if packed else ["tune", str(source)]) == 0
     assert run(["build", str(source), "--out", str(tmp_path / "bundle"), "--require-tuned"]) == 0
     with warnings.catch_warnings():
         # Tuned here and now: nothing can be stale.
