@@ -67,7 +67,8 @@ def test_readers_never_see_a_mix_while_writers_race_and_die(tmp_path: Path) -> N
     draw = random.Random(0)
     kills = 0
     try:
-        while time.monotonic() < until:
+        # Longer on a busy machine: as many deaths, whatever else it does.
+        while time.monotonic() < until or (kills <= 20 and time.monotonic() < until + 10 * SECONDS):
             time.sleep(draw.uniform(0.005, 0.05))
             i = draw.randrange(WRITERS)
             assert writers[i].exitcode is None, "a writer failed"
