@@ -59,6 +59,7 @@ def command(
     Every valid config of every kernel family is timed against cuBLAS and its numbers are checked. Each record is
     stored as soon as it is measured: interrupt at any time, the next run goes on from there.
     """
+    from gemmcache.environment import package_version
     from gemmcache.records.interface import MeasurementPolicy
     from gemmcache.records.layers import Records
     from gemmcache.target import detect_host
@@ -80,7 +81,7 @@ def command(
         with WorkerExecutor(device, toolchain) as executor, Records.open(folder) as store:
             target = executor.environment.target
             if isinstance(candidates, PackedCandidates):
-                candidates.pack.check_runs_on(target, detect_host())
+                candidates.pack.check_runs_on(target, detect_host(), package_version("apache-tvm-ffi"))
             tuner = Tuner(executor, store, candidates, MeasurementPolicy())
             with progress("unpacking" if pack else "compiling") as ticker:
                 for family in dict.fromkeys(p.family for p in tuner.pending(problems, again)):
@@ -115,10 +116,7 @@ def _compiled(names: tuple[str, ...], scratch: Path, jobs: int | None) -> tuple[
 
 
 def _packed(path: Path, scratch: Path, ms: tuple[int, ...] | None) -> tuple[PackedCandidates, Toolchain, list[Problem]]:
-    from gemmcache.kernels.registry import known_families
-
-    packed = PackedCandidates(path, scratch, [])
-    packed.families = known_families(packed.pack.kernel_families)
+    packed = PackedCandidates(path, scratch)
     problems = [p for p in packed.pack.problems if ms is None or p.m in ms]
     if not problems:
         raise UsageError(f"{path} has no problem at these ms", remedy="leave --m out, or pack again")

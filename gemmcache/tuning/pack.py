@@ -24,6 +24,8 @@ from gemmcache.bundle.interface import MAX_BLOB_BYTES, Blob
 from gemmcache.environment import Toolchain
 from gemmcache.errors import IncompatibleError, IntegrityError, UsageError
 from gemmcache.kernels.interface import Config, KernelFamily
+from gemmcache.kernels.registry import known_families
+from gemmcache.policy import Facts, Verdict, judge
 from gemmcache.problem import Problem, ProblemFamily
 from gemmcache.records.interface import Trial
 from gemmcache.target import Host, Target
@@ -142,16 +144,20 @@ class Pack:
         """Names of the kernel families that candidates are of."""
         return frozenset(c.config.kernel_family for s in self.sets for c in s.candidates)
 
-    def check_runs_on(self, target: Target, host: Host) -> None:
-        """Raises `IncompatibleError` unless its candidates can be measured for `target` on a machine like `host`."""
-        if target.key != self.target.key:
+    def check_runs_on(self, target: Target, host: Host, tvm_ffi: str | None) -> None:
+        """Raises `IncompatibleError` unless its candidates can run, by the policy, on a machine like `host` with this
+        version of tvm-ffi, and are for the product that `target` is: what wins on another is no record of this one."""
+        made_for = Facts.of_target(self.target, host=self.host, tvm_ffi=self.toolchain.tvm_ffi)
+        here = Facts.of_target(target, host=host, tvm_ffi=tvm_ffi)
+        found = [
+            d
+            for d in judge(made_for, here).differences
+            if d.verdict is Verdict.REFUSED or d.field in ("product", "sm_count")
+        ]
+        if found:
             raise IncompatibleError(
-                f"the pack is for {self.target}, this is {target}", remedy="pack for this GPU with --target"
-            )
-        if not self.host.runs_on(host):
-            raise IncompatibleError(
-                f"the pack's launch code is for {self.host.isa}, this machine is {host.arch} {host.isa}",
-                remedy="make the pack on a machine like this one",
+                "the pack can't be measured here: " + "; ".join(map(str, found)),
+                remedy="make a pack for this machine: gemmcache pack --target",
             )
 
 
@@ -205,12 +211,13 @@ def _member(name: str) -> zipfile.ZipInfo:
 class PackedCandidates:
     """The candidates of an opened pack; shared objects are unpacked into `folder` when they are first asked for.
 
-    `families` are the kernel families whose cost models prune; a family that is not known here is not pruned.
+    `families` are those of its kernel families whose cost models are known here; candidates of others are not pruned.
     """
 
-    def __init__(self, path: Path, folder: Path, families: Sequence[KernelFamily]) -> None:
-        self.path, self.folder, self.families = path, folder, families
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder = path, folder
         self.pack = read_pack(path)
+        self.families: Sequence[KernelFamily] = known_families(self.pack.kernel_families)
         self._by_family = {f: s for s in self.pack.sets for f in s.families}
 
     def candidates(

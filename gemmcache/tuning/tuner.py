@@ -114,7 +114,9 @@ class Tuner:
         made = self.source.candidates(problem.family, environment.target)
         candidates = self._plausible(problem, environment.target, made.candidates, incumbent)
         held = next((c.kernel for c in made.candidates if c.config == incumbent), None)
-        task = Task(problem, candidates, held, self.policy, made.library, made.library_digest, CUDA_MAJOR)
+        # Of the toolchain that compiled them, which may be another machine's.
+        cuda_major = environment.toolchain.cuda_major or CUDA_MAJOR
+        task = Task(problem, candidates, held, self.policy, made.library, made.library_digest, cuda_major)
         try:
             outcome = self.executor.run(task)
             record = conclude(

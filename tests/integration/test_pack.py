@@ -26,7 +26,7 @@ def test_a_pack_holds_the_kernels_of_its_candidates_and_names_those_that_did_not
     told = json.loads(done.stdout)
     assert (told["problems"], told["candidates"], told["broken"]) == (2, 3, 1)
 
-    opened = PackedCandidates(out, tmp_path, [])
+    opened = PackedCandidates(out, tmp_path)
     (packed,) = opened.pack.sets
     made = opened.candidates(packed.families[0], TARGETS["h200"])
     with open(made.library, "rb") as file:

@@ -53,7 +53,7 @@ def packed(tmp_path):
 
 def test_what_was_packed_comes_back(packed, tmp_path):
     (tmp_path / "there").mkdir()
-    opened = PackedCandidates(packed, tmp_path / "there", [])
+    opened = PackedCandidates(packed, tmp_path / "there")
     pack = opened.pack
     assert (pack.name, pack.target, pack.host, pack.toolchain) == ("x", H200, HOST, TOOLCHAIN)
     assert pack.problems == tuple(PROBLEMS)
@@ -79,15 +79,19 @@ def test_equal_packs_are_equal_bytes_and_replace_each_other_at_once(packed, tmp_
         make_pack(tmp_path / "nowhere" / "x.pack", "x", PROBLEMS, H200, Compiled(tmp_path))
 
 
-def test_another_gpu_or_a_lesser_host_is_refused(packed):
+def test_another_gpu_a_lesser_host_or_another_tvm_ffi_is_refused(packed):
     pack = read_pack(packed)
-    pack.check_runs_on(H200, Host("x86_64", "x86-64-v4"))
+    same = pack.toolchain.tvm_ffi
+    major, minor, *_ = same.split(".")
+    pack.check_runs_on(H200, Host("x86_64", "x86-64-v4"), f"{major}.{minor}.999")
     for target in ("h100", "h20", "b200"):
-        with pytest.raises(IncompatibleError, match="--target"):
-            pack.check_runs_on(TARGETS[target], HOST)
+        with pytest.raises(IncompatibleError, match=TARGETS[target].product):
+            pack.check_runs_on(TARGETS[target], HOST, same)
     for host in (Host("x86_64", "x86-64-v2"), Host("aarch64", "aarch64")):
-        with pytest.raises(IncompatibleError, match="this machine"):
-            pack.check_runs_on(H200, host)
+        with pytest.raises(IncompatibleError, match="host: made for"):
+            pack.check_runs_on(H200, host, same)
+    with pytest.raises(IncompatibleError, match="tvm_ffi: made for"):
+        pack.check_runs_on(H200, HOST, f"{major}.{int(minor) + 1}.0")
 
 
 def test_a_library_with_other_bytes_is_refused_before_it_is_used(packed, tmp_path):
@@ -98,7 +102,7 @@ def test_a_library_with_other_bytes_is_refused_before_it_is_used(packed, tmp_pat
             archive.writestr(MANIFEST, pack.encode())
             archive.writestr(blob.digest, data)
         with pytest.raises(IntegrityError, match=blob.digest):
-            PackedCandidates(packed, tmp_path, []).candidates(PLAIN, H200)
+            PackedCandidates(packed, tmp_path).candidates(PLAIN, H200)
         assert not (tmp_path / f"{blob.digest}.so").exists()
 
 
@@ -118,7 +122,7 @@ def test_any_damage_is_a_typed_error_or_the_same_pack(tmp_path_factory, data):
     content[at] ^= data.draw(st.integers(1, 255))
     path.write_bytes(bytes(content[: data.draw(st.integers(at, len(content)))]))
     try:
-        opened = PackedCandidates(path, folder, [])
+        opened = PackedCandidates(path, folder)
         opened.candidates(PLAIN, H200)
     except (IntegrityError, IncompatibleError):
         return
